@@ -1,0 +1,65 @@
+"""Every error the engine raises for bad input, lack of room or a failed part.
+
+One base class, so that `except HeadraceError` catches all of them; each class also derives from
+the built-in a caller would expect. The Rust core raises these same classes.
+"""
+
+
+class HeadraceError(Exception):
+    """Base class of all errors raised by headrace."""
+
+
+class ConfigError(HeadraceError, ValueError):
+    """An option, or a combination of options, that cannot work. Names the field and the limit."""
+
+
+class InvalidRequest(HeadraceError, ValueError):
+    """A request with a bad field. Names the field, the value and what would be accepted."""
+
+
+class PromptTooLong(InvalidRequest):
+    """A prompt that leaves no room for one new token in `max_context`."""
+
+
+class DuplicateRequest(HeadraceError, ValueError):
+    """A request id that is still live, or still holds a slot."""
+
+
+class UnknownRequest(HeadraceError, KeyError):
+    """A request id that is not live and has no stored result."""
+
+    def __str__(self) -> str:
+        # KeyError shows the repr of its argument, which would quote the message.
+        return Exception.__str__(self)
+
+
+class OutOfPages(HeadraceError, MemoryError):
+    """No room in a pool: says how much was needed, free and evictable."""
+
+
+class QueueFull(HeadraceError):
+    """Back-pressure: `max_waiting` requests are already waiting. Submit again later."""
+
+
+class EngineClosed(HeadraceError, RuntimeError):
+    """The engine was closed, or its thread died; carries the reason."""
+
+
+class StalePlan(HeadraceError, RuntimeError):
+    """A commit for a step that is not in flight; nothing changed."""
+
+
+class ForkedProcess(HeadraceError, RuntimeError):
+    """An engine object used in a forked child. Start workers with the `spawn` method."""
+
+
+class ModelError(HeadraceError):
+    """A model that cannot be loaded: unknown, damaged or not supported. Names the file or key."""
+
+
+class CheckpointError(ModelError, ValueError):
+    """A checkpoint with a missing, unexpected, truncated or mis-shaped tensor."""
+
+
+class DownloadError(ModelError, OSError):
+    """Weights that could not be fetched, or whose checksum is wrong."""

@@ -1,0 +1,261 @@
+//! Step plans: everything a forward needs to know, as flat arrays.
+//!
+//! Rows: decode rows first, then prefill segments, each group in the scheduler's order (arrival
+//! under FCFS). The arrays are laid out for the runner: `tokens` are the concatenated inputs of all
+//! rows, `token_offsets` their borders. No lock, no state.
+
+use crate::ids::{Epoch, RequestId, SlotId};
+use crate::sampling::{SamplingSpec, uniform};
+
+/// What one step will do. Built once, then only read.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct StepPlan {
+    /// Number of this step.
+    pub epoch: Epoch,
+    /// The first this many rows are decode rows of one token; the rest are prefill segments.
+    pub num_decode: usize,
+    /// Request of each row. `[rows]`
+    pub request_ids: Vec<u64>,
+    /// Slot of each row. `[rows]`
+    pub slots: Vec<i64>,
+    /// Tokens already in the slot = position of the row's first token. `[rows]`
+    pub starts: Vec<i64>,
+    /// Borders of the rows in the token arrays. `[rows + 1]`
+    pub token_offsets: Vec<i64>,
+    /// Input tokens of all rows. `[tokens]`
+    pub token_ids: Vec<i64>,
+    /// Absolute position of each token. `[tokens]`
+    pub positions: Vec<i64>,
+    /// Slot each token is written to. `[tokens]`
+    pub token_slots: Vec<i64>,
+    /// Rows whose next token is sampled. `[samples]`
+    pub sample_rows: Vec<i64>,
+    /// Index of their last token in the token arrays. `[samples]`
+    pub sample_index: Vec<i64>,
+    /// How to sample them.
+    pub sampling: SamplingRows,
+}
+
+/// Sampling options of the sampled rows, one entry each; see [`SamplingSpec`] for the meaning.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct SamplingRows {
+    /// Every row is plain greedy: arg max and nothing else.
+    pub all_greedy: bool,
+    /// `[samples]`
+    pub temperature: Vec<f32>,
+    /// `[samples]`, 0 is off
+    pub top_k: Vec<i32>,
+    /// `[samples]`
+    pub top_p: Vec<f32>,
+    /// `[samples]`
+    pub min_p: Vec<f32>,
+    /// `[samples]`
+    pub repetition_penalty: Vec<f32>,
+    /// `[samples]`
+    pub presence_penalty: Vec<f32>,
+    /// `[samples]`
+    pub frequency_penalty: Vec<f32>,
+    /// The draw of each row, in [0, 1). `[samples]`
+    pub uniform: Vec<f64>,
+    /// `[samples]`, -1 is none
+    pub logprobs: Vec<i32>,
+    /// Prompt then generated tokens of rows with penalties; empty ranges for the others.
+    pub history_tokens: Vec<i64>,
+    /// `[samples + 1]`
+    pub history_offsets: Vec<i64>,
+    /// Prompt part of each history. `[samples]`
+    pub history_prompt_lens: Vec<i64>,
+    /// Tokens that may not be chosen (stop tokens before `min_tokens`).
+    pub banned_tokens: Vec<i64>,
+    /// `[samples + 1]`
+    pub banned_offsets: Vec<i64>,
+}
+
+/// One row to add to a plan.
+#[derive(Clone, Copy)]
+pub struct RowInput<'a> {
+    /// Request of the row.
+    pub request: RequestId,
+    /// Its slot.
+    pub slot: SlotId,
+    /// Tokens already in the slot.
+    pub start: usize,
+    /// Tokens to compute; a decode row has one.
+    pub tokens: &'a [u32],
+    /// How to sample the row's next token, if it is wanted.
+    pub sample: Option<SampleInput<'a>>,
+}
+
+/// What sampling a row needs to know of its request.
+#[derive(Clone, Copy)]
+pub struct SampleInput<'a> {
+    /// Options.
+    pub spec: &'a SamplingSpec,
+    /// Whole prompt.
+    pub prompt: &'a [u32],
+    /// Tokens generated so far.
+    pub generated: &'a [u32],
+}
+
+/// Width of the decode part of a forward for `rows` rows: 0, 1, 2, 4, 8, then multiples of 8.
+pub fn decode_width(rows: usize) -> usize {
+    match rows {
+        0..=2 => rows,
+        3..=8 => rows.next_power_of_two(),
+        _ => rows.next_multiple_of(8),
+    }
+}
+
+/// Collects rows into a [`StepPlan`]: all decode rows first, then the prefill segments.
+pub struct PlanBuilder {
+    plan: StepPlan,
+}
+
+impl PlanBuilder {
+    /// An empty plan of step `epoch`.
+    pub fn new(epoch: Epoch) -> Self {
+        let mut plan = StepPlan {
+            epoch,
+            ..StepPlan::default()
+        };
+        plan.token_offsets.push(0);
+        plan.sampling.all_greedy = true;
+        plan.sampling.history_offsets.push(0);
+        plan.sampling.banned_offsets.push(0);
+        Self { plan }
+    }
+
+    /// Adds a decode row. All decode rows come before the first prefill segment.
+    pub fn push_decode(&mut self, row: RowInput<'_>) {
+        debug_assert_eq!(self.plan.num_decode, self.plan.request_ids.len());
+        debug_assert_eq!(row.tokens.len(), 1);
+        self.plan.num_decode += 1;
+        self.push(row);
+    }
+
+    /// Adds a prefill segment.
+    pub fn push_prefill(&mut self, row: RowInput<'_>) {
+        self.push(row);
+    }
+
+    /// The plan.
+    pub fn finish(self) -> StepPlan {
+        self.plan
+    }
+
+    fn push(&mut self, row: RowInput<'_>) {
+        let plan = &mut self.plan;
+        let slot = i64::from(row.slot.index());
+        let start = to_i64(row.start);
+        let row_index = to_i64(plan.request_ids.len());
+        plan.request_ids.push(row.request.0);
+        plan.slots.push(slot);
+        plan.starts.push(start);
+        for (position, &token) in (start..).zip(row.tokens) {
+            plan.token_ids.push(i64::from(token));
+            plan.positions.push(position);
+            plan.token_slots.push(slot);
+        }
+        let end = to_i64(plan.token_ids.len());
+        plan.token_offsets.push(end);
+        if let Some(sample) = row.sample {
+            plan.sample_rows.push(row_index);
+            plan.sample_index.push(end - 1);
+            plan.sampling.push(sample);
+        }
+    }
+}
+
+impl SamplingRows {
+    fn push(&mut self, sample: SampleInput<'_>) {
+        let spec = sample.spec;
+        let generated = sample.generated.len();
+        self.temperature.push(spec.temperature);
+        self.top_k.push(spec.top_k);
+        self.top_p.push(spec.top_p);
+        self.min_p.push(spec.min_p);
+        self.repetition_penalty.push(spec.repetition_penalty);
+        self.presence_penalty.push(spec.presence_penalty);
+        self.frequency_penalty.push(spec.frequency_penalty);
+        self.uniform.push(uniform(spec.seed, generated as u64));
+        self.logprobs.push(spec.logprobs);
+        let history = spec.needs_history();
+        if history {
+            let tokens = sample.prompt.iter().chain(sample.generated);
+            self.history_tokens.extend(tokens.map(|&t| i64::from(t)));
+        }
+        self.history_prompt_lens.push(if history {
+            to_i64(sample.prompt.len())
+        } else {
+            0
+        });
+        self.history_offsets.push(to_i64(self.history_tokens.len()));
+        let banned = generated < spec.min_tokens as usize && !spec.stop_token_ids.is_empty();
+        if banned {
+            self.banned_tokens
+                .extend(spec.stop_token_ids.iter().map(|&t| i64::from(t)));
+        }
+        self.banned_offsets.push(to_i64(self.banned_tokens.len()));
+        self.all_greedy &= spec.temperature == 0.0 && spec.logprobs < 0 && !history && !banned;
+    }
+}
+
+/// Token counts are bounded by memory, far below 2^63.
+fn to_i64(count: usize) -> i64 {
+    i64::try_from(count).unwrap_or(i64::MAX)
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn widths_are_1_2_4_8_then_multiples_of_8() {
+        let expected = [0, 1, 2, 4, 4, 8, 8, 8, 8, 16, 16];
+        for (rows, width) in expected.into_iter().enumerate() {
+            assert_eq!(decode_width(rows), width, "{rows} rows");
+        }
+        assert_eq!(decode_width(255), 256);
+    }
+
+    #[test]
+    fn arrays_describe_the_rows() {
+        let spec = SamplingSpec {
+            presence_penalty: 0.5,
+            min_tokens: 3,
+            stop_token_ids: Box::new([7]),
+            ..SamplingSpec::default()
+        };
+        let slot = |i| SlotId::new(i).unwrap();
+        let mut builder = PlanBuilder::new(Epoch(4));
+        builder.push_decode(RowInput {
+            request: RequestId(10),
+            slot: slot(2),
+            start: 5,
+            tokens: &[9],
+            sample: Some(SampleInput {
+                spec: &spec,
+                prompt: &[1, 2],
+                generated: &[9],
+            }),
+        });
+        builder.push_prefill(RowInput {
+            request: RequestId(11),
+            slot: slot(0),
+            start: 64,
+            tokens: &[3, 4, 5],
+            sample: None,
+        });
+        let plan = builder.finish();
+        assert_eq!(plan.num_decode, 1);
+        assert_eq!(plan.request_ids, [10, 11]);
+        assert_eq!(plan.token_offsets, [0, 1, 4]);
+        assert_eq!(plan.positions, [5, 64, 65, 66]);
+        assert_eq!(plan.token_slots, [2, 0, 0, 0]);
+        assert_eq!((plan.sample_rows, plan.sample_index), (vec![0], vec![0]));
+        assert!(!plan.sampling.all_greedy);
+        assert_eq!(plan.sampling.history_tokens, [1, 2, 9]);
+        assert_eq!(plan.sampling.history_prompt_lens, [2]);
+        assert_eq!(plan.sampling.banned_tokens, [7]);
+    }
+}
