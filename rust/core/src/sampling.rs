@@ -1,6 +1,7 @@
 //! How the next token of a request is chosen, and when generation ends.
 
 use crate::error::{Error, Result};
+use crate::request::FinishReason;
 
 /// Sampling options of one request. `Default` is greedy, 128 tokens, no stops.
 #[derive(Clone, Debug, PartialEq)]
@@ -109,6 +110,25 @@ impl SamplingSpec {
         Ok(())
     }
 
+    /// Whether the newest of `generated` is the last token; `stop` says that a stop string ended
+    /// with it. A stop wins over a full context.
+    pub fn finish_reason(
+        &self,
+        prompt_len: usize,
+        generated: &[u32],
+        stop: bool,
+        max_context: usize,
+    ) -> Option<FinishReason> {
+        let last = generated.last()?;
+        let may_stop = generated.len() > self.min_tokens as usize;
+        if stop || (may_stop && self.stop_token_ids.contains(last)) {
+            return Some(FinishReason::Stop);
+        }
+        let full = generated.len() >= self.max_tokens as usize
+            || prompt_len + generated.len() >= max_context;
+        full.then_some(FinishReason::Length)
+    }
+
     pub(crate) fn needs_history(&self) -> bool {
         (
             self.repetition_penalty,
@@ -165,111 +185,33 @@ mod tests {
         assert!((0..10_000).all(|i| (0.0..1.0).contains(&uniform(7, i))));
     }
 
+    type Spoil = fn(&mut SamplingSpec);
+
     #[test]
     fn out_of_range_fields_are_named() {
         let ok = SamplingSpec::default();
         assert_eq!(ok.validate(10), Ok(()));
-        let bad = [
-            (
-                "temperature",
-                SamplingSpec {
-                    temperature: f32::NAN,
-                    ..ok.clone()
-                },
-            ),
-            (
-                "temperature",
-                SamplingSpec {
-                    temperature: -0.1,
-                    ..ok.clone()
-                },
-            ),
-            (
-                "temperature",
-                SamplingSpec {
-                    temperature: f32::INFINITY,
-                    ..ok.clone()
-                },
-            ),
-            (
-                "top_k",
-                SamplingSpec {
-                    top_k: -1,
-                    ..ok.clone()
-                },
-            ),
-            (
-                "top_p",
-                SamplingSpec {
-                    top_p: 0.0,
-                    ..ok.clone()
-                },
-            ),
-            (
-                "top_p",
-                SamplingSpec {
-                    top_p: 2.0,
-                    ..ok.clone()
-                },
-            ),
-            (
-                "min_p",
-                SamplingSpec {
-                    min_p: 1.5,
-                    ..ok.clone()
-                },
-            ),
-            (
-                "repetition_penalty",
-                SamplingSpec {
-                    repetition_penalty: 0.0,
-                    ..ok.clone()
-                },
-            ),
-            (
-                "presence_penalty",
-                SamplingSpec {
-                    presence_penalty: f32::NAN,
-                    ..ok.clone()
-                },
-            ),
-            (
-                "frequency_penalty",
-                SamplingSpec {
-                    frequency_penalty: f32::NEG_INFINITY,
-                    ..ok.clone()
-                },
-            ),
-            (
-                "logprobs",
-                SamplingSpec {
-                    logprobs: -2,
-                    ..ok.clone()
-                },
-            ),
-            (
-                "max_tokens",
-                SamplingSpec {
-                    max_tokens: 0,
-                    ..ok.clone()
-                },
-            ),
-            (
-                "min_tokens",
-                SamplingSpec {
-                    min_tokens: 200,
-                    ..ok.clone()
-                },
-            ),
-            (
-                "stop_token_ids",
-                SamplingSpec {
-                    stop_token_ids: Box::new([10]),
-                    ..ok.clone()
-                },
-            ),
+        let bad: [(&str, Spoil); 14] = [
+            ("temperature", |s| s.temperature = f32::NAN),
+            ("temperature", |s| s.temperature = -0.1),
+            ("temperature", |s| s.temperature = f32::INFINITY),
+            ("top_k", |s| s.top_k = -1),
+            ("top_p", |s| s.top_p = 0.0),
+            ("top_p", |s| s.top_p = 2.0),
+            ("min_p", |s| s.min_p = 1.5),
+            ("repetition_penalty", |s| s.repetition_penalty = 0.0),
+            ("presence_penalty", |s| s.presence_penalty = f32::NAN),
+            ("frequency_penalty", |s| {
+                s.frequency_penalty = f32::NEG_INFINITY;
+            }),
+            ("logprobs", |s| s.logprobs = -2),
+            ("max_tokens", |s| s.max_tokens = 0),
+            ("min_tokens", |s| s.min_tokens = 200),
+            ("stop_token_ids", |s| s.stop_token_ids = Box::new([10])),
         ];
-        for (name, spec) in bad {
+        for (name, spoil) in bad {
+            let mut spec = ok.clone();
+            spoil(&mut spec);
             match spec.validate(10) {
                 Err(Error::InvalidRequest { field, .. }) => assert_eq!(field, name),
                 other => panic!("{name}: {other:?}"),

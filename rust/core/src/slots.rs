@@ -58,6 +58,7 @@ pub struct SlotAllocator {
 
 struct Table {
     states: Vec<SlotState>,
+    /// Of every slot there ever was; at least as long as `states`.
     generations: Vec<u64>,
     /// Bit i % 64 of word i / 64 is set iff slot i is free.
     free_bits: Vec<u64>,
@@ -121,7 +122,7 @@ impl SlotAllocator {
         self.table.lock().stats()
     }
 
-    /// The state of every slot as (slot, generation, request, fence); equal dumps behave equally.
+    /// The state of every slot as (slot, generation, request, fence).
     pub fn dump(&self) -> Vec<(u32, u64, Option<u64>, Option<u64>)> {
         let table = self.table.lock();
         let states = table.states.iter().zip(&table.generations);
@@ -212,13 +213,15 @@ impl Table {
             return Err(Error::config("slots", total, expected));
         }
         let keep = total as usize;
-        if let Some(busy) = (keep..self.states.len()).find(|&i| self.states[i] != SlotState::Free) {
+        let busy = |&i: &usize| self.states[i] != SlotState::Free;
+        if let Some(busy) = (keep..self.states.len()).rfind(busy) {
             let expected = format!("slot {busy} is not free, so at least {} slots", busy + 1);
             return Err(Error::config("slots", total, expected));
         }
         let old = self.states.len();
         self.states.resize(keep, SlotState::Free);
-        self.generations.resize(keep, 0);
+        // Never cut: a slot that comes back must not repeat a generation.
+        self.generations.resize(keep.max(self.generations.len()), 0);
         self.free_bits.resize(keep.div_ceil(WORD_BITS as usize), 0);
         for index in old.min(keep)..self.free_bits.len() * WORD_BITS as usize {
             let bit = 1 << (index % WORD_BITS as usize);

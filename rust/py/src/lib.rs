@@ -1,1 +1,32 @@
+//! `headrace._core`: the Rust core for Python. Translation only, one file per exposed class.
 
+use pyo3::prelude::*;
+
+mod bench;
+mod convert;
+mod door;
+mod error;
+mod exit;
+mod plan;
+mod result;
+mod sampling;
+mod scheduler;
+mod slots;
+
+#[pymodule]
+fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    module.add("CHUNK_ALIGN", headrace_core::CHUNK_ALIGN)?;
+    module.add_class::<slots::SlotAllocator>()?;
+    module.add_class::<sampling::SamplingSpec>()?;
+    module.add_class::<plan::StepPlan>()?;
+    module.add_class::<plan::SamplingRows>()?;
+    module.add_class::<result::RequestResult>()?;
+    module.add_class::<result::RequestStatus>()?;
+    module.add_class::<scheduler::Scheduler>()?;
+    module.add_function(wrap_pyfunction!(plan::build_plan, module)?)?;
+    module.add_function(wrap_pyfunction!(plan::decode_width, module)?)?;
+    module.add_function(wrap_pyfunction!(bench::bench_core, module)?)?;
+    error::errors(module.py())?;
+    exit::register(module)
+}

@@ -1,7 +1,7 @@
 //! What the end of a step changes: tokens arrive, requests finish, fenced slots become free.
 
 use super::SchedulerConfig;
-use super::state::{InFlight, InFlightRow, Request, State};
+use super::state::{InFlight, InFlightRow, State};
 use crate::error::{Error, Result};
 use crate::ids::{Epoch, RequestId};
 use crate::request::FinishReason;
@@ -101,7 +101,12 @@ impl State {
         request.generated.push(token);
         request.stamps.first_token_ns.get_or_insert(now_ns);
         self.counters.generated_tokens += 1;
-        match request.finish_reason(token, stop, config.max_context) {
+        let prompt_len = request.prompt.len();
+        let generated = &request.generated;
+        match request
+            .sampling
+            .finish_reason(prompt_len, generated, stop, config.max_context)
+        {
             Some(reason) => Outcome::Ended(reason),
             None => Outcome::Runs,
         }
@@ -135,19 +140,5 @@ impl State {
             .take()
             .map(|step| step.rows)
             .unwrap_or_default()
-    }
-}
-
-impl Request {
-    /// Whether `token`, just appended, is the last one. A stop wins over a full context.
-    fn finish_reason(&self, token: u32, stop: bool, max_context: usize) -> Option<FinishReason> {
-        let generated = self.generated.len();
-        let may_stop = generated > self.sampling.min_tokens as usize;
-        if stop || (may_stop && self.sampling.stop_token_ids.contains(&token)) {
-            return Some(FinishReason::Stop);
-        }
-        let full = generated >= self.sampling.max_tokens as usize
-            || self.prompt.len() + generated >= max_context;
-        full.then_some(FinishReason::Length)
     }
 }

@@ -105,7 +105,10 @@ impl Scheduler {
     /// nothing is kept then. An id whose result is stored may be used again: the old result goes.
     pub fn submit(&self, spec: RequestSpec, now_ns: u64) -> Result<RequestId> {
         self.config.admit(&spec)?;
-        let id = self.state.lock().submit(spec, &self.config, now_ns)?;
+        let id = self
+            .state
+            .lock()
+            .submit(spec, &self.config, &self.slots, now_ns)?;
         self.work.notify_all();
         Ok(id)
     }

@@ -125,11 +125,12 @@ impl State {
         &mut self,
         spec: RequestSpec,
         config: &SchedulerConfig,
+        slots: &SlotAllocator,
         now_ns: u64,
     ) -> Result<RequestId> {
         self.check_open()?;
         if let Some(id) = spec.id
-            && self.keys.contains_key(&id)
+            && self.is_taken(id, slots)
         {
             return Err(Error::DuplicateRequest { id });
         }
@@ -139,7 +140,7 @@ impl State {
                 max_waiting: config.max_waiting,
             });
         }
-        let id = spec.id.unwrap_or_else(|| self.unused_id());
+        let id = spec.id.unwrap_or_else(|| self.unused_id(slots));
         let class = match config.policy {
             Policy::Fcfs => PriorityClass::High,
             Policy::Priority => spec.class,
@@ -165,11 +166,17 @@ impl State {
         Ok(id)
     }
 
-    fn unused_id(&mut self) -> RequestId {
+    /// Live, or owner of a slot that a direct user of the table took: its admission could not get
+    /// one, and it would block the queue.
+    fn is_taken(&self, id: RequestId, slots: &SlotAllocator) -> bool {
+        self.keys.contains_key(&id) || slots.slot_of(id).is_some()
+    }
+
+    fn unused_id(&mut self, slots: &SlotAllocator) -> RequestId {
         loop {
             let id = RequestId(self.next_auto_id);
             self.next_auto_id = self.next_auto_id.wrapping_add(1);
-            if !self.keys.contains_key(&id) && self.results.get(id).is_none() {
+            if !self.is_taken(id, slots) && self.results.get(id).is_none() {
                 return id;
             }
         }
@@ -194,10 +201,11 @@ impl State {
             return;
         }
         self.closed = Some(reason.to_owned());
+        // Waiting ones first: if the results do not all fit, those with tokens are kept.
         let live: Vec<Key> = self
-            .running
+            .waiting
             .keys()
-            .chain(self.waiting.keys())
+            .chain(self.running.keys())
             .copied()
             .collect();
         for key in live {

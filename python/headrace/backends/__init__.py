@@ -1,0 +1,1 @@
+"""Implementations of the operations a forward pass needs."""

@@ -1,0 +1,1 @@
+"""Benchmarks: real token counts, real paths, and a check that the tokens are right."""

@@ -1,0 +1,85 @@
+"""`bench alloc`: what one operation of the core costs, inside Rust and called from Python."""
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from headrace import _core
+from headrace.bench.env import Value, machine
+from headrace.bench.output import Report
+from headrace.bench.stats import median
+
+# Most nanoseconds of an operation inside Rust; the plan is that of 256 decode rows.
+TARGET_NS = {"slot_allocate_free": 200, "submit": 2_000, "plan": 50_000}
+TARGET_ROWS = 256
+
+_PAIRS = 1_000
+_PROMPT = 64
+
+
+def bench_alloc(*, rows: int = TARGET_ROWS, repeat: int = 101) -> Report:
+    """Median nanoseconds of each operation.
+
+    A target is shown, and whether it is met, only at the number of rows it was set for. Raises
+    `ConfigError` for more rows than the slot table can have.
+    """
+    inside = _core.bench_core(rows=rows, repeat=repeat)
+    from_python = {"slot_allocate_free": _slot_pair_ns(repeat), **_step_ns(rows, repeat)}
+    targets = TARGET_NS if rows == TARGET_ROWS else {}
+    table: list[dict[str, Value]] = [
+        {
+            "operation": name,
+            "rust_ns": nanoseconds,
+            "python_ns": from_python.get(name),
+            "target_ns": targets.get(name),
+            "meets_target": nanoseconds <= targets[name] if name in targets else None,
+        }
+        for name, nanoseconds in inside.items()
+    ]
+    return Report({**machine(), "rows": rows, "repeat": repeat}, table, tuple(table[0]))
+
+
+def _slot_pair_ns(repeat: int) -> float | None:
+    slots = _core.SlotAllocator(_PAIRS)
+
+    def pairs() -> None:
+        for request_id in range(_PAIRS):
+            slots.allocate(request_id)
+            slots.free(request_id)
+
+    return median([_timed(pairs) / _PAIRS for _ in range(repeat)])
+
+
+def _step_ns(rows: int, repeat: int) -> dict[str, float | None]:
+    """Submit `rows` requests, prefill them in one step, then time decode steps."""
+    scheduler = _core.Scheduler(
+        _core.SlotAllocator(rows),
+        max_context=2**20,
+        vocab_size=2**16,
+        max_batch_tokens=_PROMPT * rows,
+        max_waiting=rows,
+    )
+    prompt = np.ones(_PROMPT, dtype=np.int64)
+    spec = _core.SamplingSpec(max_tokens=2**19)
+    submit = [_timed(lambda: scheduler.submit(prompt, spec)) for _ in range(rows)]
+    plan_ns: list[int] = []
+    commit_ns: list[int] = []
+    for _ in range(repeat + 1):
+        start = time.perf_counter_ns()
+        plan = scheduler.next_plan(0.0)
+        plan_ns.append(time.perf_counter_ns() - start)
+        assert plan is not None, "every request has tokens left"
+        tokens = np.ones(len(plan.sample_rows), dtype=np.int32)
+        start = time.perf_counter_ns()
+        scheduler.commit(plan, tokens)
+        commit_ns.append(time.perf_counter_ns() - start)
+    scheduler.close()
+    # The first step is the prefill.
+    return {"submit": median(submit), "plan": median(plan_ns[1:]), "commit": median(commit_ns[1:])}
+
+
+def _timed(call: Callable[[], object]) -> int:
+    start = time.perf_counter_ns()
+    call()
+    return time.perf_counter_ns() - start

@@ -1,0 +1,154 @@
+"""One measured run: requests through the scheduler and the engine on the calling thread.
+
+The path is the one that serves users (submit, plan, execute, commit), with a clock around each
+step. What is counted is what was computed, not what was asked for.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace._core import RequestResult, Scheduler
+from headrace.engine import Engine
+from headrace.errors import ConfigError
+from headrace.request import SamplingParams
+
+_MS = 1e3
+_NS = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step: its time, and how many rows of each kind it computed."""
+
+    seconds: float
+    num_decode: int
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """All steps of a run, and how each request ended, in the order of the prompts.
+
+    wall_s: from the first submit to the last commit.
+    """
+
+    wall_s: float
+    steps: list[Step] = field(default_factory=list)
+    results: list[RequestResult] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """Generated tokens of every request."""
+        return [result.token_ids for result in self.results]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens of all requests."""
+        return sum(result.prompt_len for result in self.results)
+
+    @property
+    def computed_prompt_tokens(self) -> int:
+        """Those of them that were computed; the others came from a cache."""
+        return sum(result.computed_prompt_tokens for result in self.results)
+
+    @property
+    def generated_tokens(self) -> int:
+        """Generated tokens of all requests."""
+        return sum(len(tokens) for tokens in self.tokens)
+
+    @property
+    def decode_steps(self) -> list[Step]:
+        """Steps of decode rows alone; a step that also prefills counts as prefill."""
+        return [step for step in self.steps if step.num_decode == step.num_rows]
+
+    @property
+    def decode_s(self) -> float:
+        """Time of the decode steps."""
+        return sum(step.seconds for step in self.decode_steps)
+
+    @property
+    def prefill_s(self) -> float:
+        """Time of everything else, submission included."""
+        return self.wall_s - self.decode_s
+
+    @property
+    def decode_tokens(self) -> int:
+        """Tokens that decode steps made."""
+        return sum(step.num_decode for step in self.decode_steps)
+
+    def step_ms(self, rows: int) -> list[float]:
+        """Milliseconds of the decode steps of exactly so many rows."""
+        return [step.seconds * _MS for step in self.decode_steps if step.num_decode == rows]
+
+    @property
+    def concurrency(self) -> float:
+        """Rows of a step, weighted by its time."""
+        busy = sum(step.seconds for step in self.steps)
+        return sum(step.seconds * step.num_rows for step in self.steps) / busy if busy else 0.0
+
+    @property
+    def ttft_ms(self) -> list[float]:
+        """Time to the first token of every request that has one."""
+        return [
+            (result.first_token_ns - result.submitted_ns) * _NS * _MS
+            for result in self.results
+            if result.first_token_ns is not None
+        ]
+
+
+def drive(
+    engine: Engine,
+    prompts: Sequence[NDArray[np.int64]],
+    gen_len: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Run:
+    """Run prompts together, `gen_len` greedy tokens each, past any end-of-text token."""
+    params = SamplingParams(max_tokens=gen_len, ignore_eos=True)
+    scheduler = engine.make_scheduler()
+    try:
+        start = clock()
+        ids = [scheduler.submit(prompt, engine.sampling_spec(params)) for prompt in prompts]
+        steps = list(_steps(engine, scheduler, clock))
+        wall_s = clock() - start
+        results = [scheduler.take_result(request_id) for request_id in ids]
+    finally:
+        scheduler.close()
+    return Run(wall_s=wall_s, steps=steps, results=results)
+
+
+def _steps(engine: Engine, scheduler: Scheduler, clock: Callable[[], float]) -> Iterator[Step]:
+    while True:
+        start = clock()
+        plan = scheduler.next_plan(0.0)
+        if plan is None:
+            return
+        scheduler.commit(plan, engine.execute(plan).token_ids)
+        yield Step(clock() - start, plan.num_decode, plan.num_rows)
+
+
+def random_prompts(
+    engine: Engine, count: int, length: int, *, seed: int
+) -> list[NDArray[np.int64]]:
+    """Prompts of ordinary tokens; the i-th depends on (seed, length, i) alone.
+
+    Raises `ConfigError` if the vocabulary has no ordinary token.
+    """
+    config, tokenizer = engine.model_config, engine.tokenizer
+    special = {*config.eos_token_ids, config.bos_token_id}
+    size = config.vocab_size if tokenizer is None else min(config.vocab_size, tokenizer.vocab_size)
+    ordinary = [
+        token
+        for token in range(size)
+        if token not in special and not (tokenizer is not None and tokenizer.is_special(token))
+    ]
+    if not ordinary:
+        raise ConfigError(f"vocab_size={size}: all tokens are special, none is left for prompts")
+    choices = np.array(ordinary, dtype=np.int64)
+    return [
+        np.random.default_rng([seed, length, index]).choice(choices, length)
+        for index in range(count)
+    ]

@@ -1,0 +1,295 @@
+"""Engine options: one frozen object, checked once, and the only place that reads the environment.
+
+Every field of `EngineConfig` has a variable `HEADRACE_<FIELD>`; `option_table` lists them all and
+is what the README table and `--help` are made from. Explicit arguments win over variables.
+"""
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Self
+
+from headrace.errors import ConfigError
+
+ENV_PREFIX = "HEADRACE_"
+ALIASES = {"QWEN_MAX_BATCH_SIZE": "max_batch_size", "HEADRACE_CACHE": "cache_dir"}
+# Read by the test suite and by diagnostics, so they are no engine options but no typos either.
+OTHER_VARIABLES = ("HEADRACE_CHECK", "HEADRACE_REQUIRE_GPU", "HEADRACE_SOAK")
+TEST_PREFIX = "HEADRACE_TEST_"
+
+CHUNK_TOKENS = 64  # a prefill is cut at multiples of this, in absolute position
+MAX_BATCH_SIZE = 256
+MAX_BATCH_TOKENS = 2**20
+MAX_COUNT = 2**31 - 1  # positions and queue lengths travel as int32
+MAX_THREADS = 1024
+MAX_U64 = 2**64 - 1
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+_QUANTIZED_KV = re.compile(r"(fp8|int8|int4|turboquant)", re.IGNORECASE)
+_DEVICE = r"auto|cpu|cuda(:(0|[1-9][0-9]{0,2}))?"
+_TRUE = ("1", "true", "on", "yes")
+_FALSE = ("0", "false", "off", "no")
+
+
+def _option(default: Any, text: str) -> Any:  # noqa: ANN401  # stands for a value of any field type
+    return field(default=default, metadata={"help": text})
+
+
+def _invalid(name: str, value: object, accepted: str) -> ConfigError:
+    return ConfigError(f"{name}={value!r}: accepted is {accepted}")
+
+
+def _check_integer(name: str, value: object, low: int, high: int, also: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise _invalid(name, value, f"an integer from {low} to {high}{also}")
+
+
+def _check_text(name: str, value: object, accepted: str, pattern: str = r".*\S.*") -> None:
+    if not isinstance(value, str) or not re.fullmatch(pattern, value, re.DOTALL):
+        raise _invalid(name, value, accepted)
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise _invalid(name, value, "True or False")
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in choices:
+        raise _invalid(name, value, " | ".join(choices))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Options of one engine, fixed for its life.
+
+    `option_table()` says what each field means. `deterministic` may be given as a bool and is
+    stored as "on" or "off".
+
+    Raises
+    ------
+    ConfigError
+        If a field is of a wrong type or out of range, or two fields contradict each other.
+
+    Examples
+    --------
+    >>> EngineConfig(model="smollm2", max_batch_size=8).max_batch_tokens
+    512
+    """
+
+    model: str = field(metadata={"help": "model name, Hugging Face folder or GGUF file"})
+    device: str = _option("auto", "auto | cpu | cuda | cuda:N; auto takes a GPU if there is one")
+    dtype: str = _option("auto", "auto | float32 | bfloat16 | float16 for weights and activations")
+    kv_dtype: str = _option("auto", "auto (as dtype), or the same name as dtype")
+    max_batch_size: int = _option(1, "requests in one step, 1 to 256; 1 is single-session mode")
+    max_context: int | None = _option(
+        None, "tokens of prompt and answer of one request; none: the model's limit"
+    )
+    max_batch_tokens: int = _option(
+        512, "prefill tokens a step, a multiple of 64; decode rows come on top"
+    )
+    max_waiting: int = _option(4096, "requests that may wait before submit raises QueueFull")
+    max_results: int = _option(16384, "finished results kept for callers that have not asked yet")
+    policy: str = _option("fcfs", "fcfs | priority: order in which waiting requests start")
+    deterministic: str | bool = _option(
+        "auto", "auto | on | off: tokens independent of the batch; auto is on for CUDA"
+    )
+    load_format: str = _option("auto", "auto | dummy; dummy fills weights from the seed")
+    seed: int = _option(0, "seed of dummy weights and of requests without their own seed")
+    skip_tokenizer: bool = _option(False, "token ids in and out only; load no tokenizer")
+    cache_dir: str | None = _option(None, "folder for fetched models; none: the user's cache")
+    num_threads: int | None = _option(None, "threads of one torch operation; none: torch decides")
+
+    def __post_init__(self) -> None:
+        _check_text("model", self.model, "a model name, a folder or a GGUF file")
+        _check_text("device", self.device, "auto | cpu | cuda | cuda:N", _DEVICE)
+        _check_choice("dtype", self.dtype, DTYPES)
+        self._check_kv_dtype()
+        _check_integer("max_batch_size", self.max_batch_size, 1, MAX_BATCH_SIZE)
+        if self.max_context is not None:
+            # One prompt token and one generated token are the least a request can have.
+            _check_integer("max_context", self.max_context, 2, MAX_COUNT, " or None")
+        _check_integer("max_batch_tokens", self.max_batch_tokens, CHUNK_TOKENS, MAX_BATCH_TOKENS)
+        if self.max_batch_tokens % CHUNK_TOKENS:
+            raise _invalid(
+                "max_batch_tokens", self.max_batch_tokens, f"a multiple of {CHUNK_TOKENS}"
+            )
+        _check_integer("max_waiting", self.max_waiting, 1, MAX_COUNT)
+        _check_integer("max_results", self.max_results, 1, MAX_COUNT)
+        _check_choice("policy", self.policy, ("fcfs", "priority"))
+        if isinstance(self.deterministic, bool):
+            object.__setattr__(self, "deterministic", "on" if self.deterministic else "off")
+        _check_choice("deterministic", self.deterministic, ("auto", "on", "off"))
+        _check_choice("load_format", self.load_format, ("auto", "dummy"))
+        _check_integer("seed", self.seed, 0, MAX_U64)
+        _check_bool("skip_tokenizer", self.skip_tokenizer)
+        if self.cache_dir is not None:
+            _check_text("cache_dir", self.cache_dir, "a folder or None")
+        if self.num_threads is not None:
+            _check_integer("num_threads", self.num_threads, 1, MAX_THREADS, " or None")
+
+    def _check_kv_dtype(self) -> None:
+        if _QUANTIZED_KV.match(str(self.kv_dtype)):
+            raise ConfigError(
+                f"kv_dtype={self.kv_dtype!r}: quantized KV is not supported by this build; "
+                "accepted is auto or the dtype of the model"
+            )
+        _check_choice("kv_dtype", self.kv_dtype, DTYPES)
+        if "auto" not in (self.kv_dtype, self.dtype) and self.kv_dtype != self.dtype:
+            raise ConfigError(
+                f"kv_dtype={self.kv_dtype!r} with dtype={self.dtype!r}: a KV type other than the "
+                "model's is not supported by this build; accepted is auto or the same name"
+            )
+
+    @classmethod
+    def make(cls, **options: object) -> Self:
+        """Build from keywords; a missing model or an unknown keyword is a `ConfigError`."""
+        known = [option.name for option in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise ConfigError(
+                    f"{name}={options[name]!r}: not an option{_hint(name, known)} "
+                    f"(accepted: {', '.join(known)})"
+                )
+        if "model" not in options:
+            raise ConfigError("model: missing; give a model name, a folder or a GGUF file")
+        return cls(**options)  # type: ignore[arg-type]  # the constructor checks every type
+
+    @classmethod
+    def from_env(
+        cls,
+        environ: Mapping[str, str] | None = None,
+        *,
+        defaults: Mapping[str, object] | None = None,
+        **overrides: object,
+    ) -> Self:
+        """Build from `HEADRACE_*` variables; `overrides` are explicit arguments and win.
+
+        A variable whose field is given explicitly is not parsed. `environ` stands in for the
+        process environment; `defaults` stand in for the defaults of the fields.
+
+        Raises
+        ------
+        ConfigError
+            If a value cannot be parsed or is out of range, two names of one field differ, or a
+            variable that starts with `HEADRACE_` is unknown; the message names the variable.
+        """
+        variables = os.environ if environ is None else environ
+        sources = _sources(variables)
+        options: dict[str, object] = {}
+        used: list[str] = []
+        for name, candidates in sources.items():
+            if name in overrides:
+                continue
+            parsed = [_parse(variable, name, variables[variable]) for variable in candidates]
+            if any(value != parsed[0] for value in parsed):
+                both = " and ".join(f"{v}={variables[v]!r}" for v in candidates)
+                raise ConfigError(f"{both} contradict each other; set one of them")
+            options[name] = parsed[0]
+            used += candidates
+        try:
+            return cls.make(**{**(defaults or {}), **options, **overrides})
+        except ConfigError as error:
+            if not used:
+                raise
+            raise ConfigError(f"{error} (variables read: {', '.join(used)})") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptionRow:
+    """One line of the option table: a field, its variables (aliases last), default and meaning."""
+
+    name: str
+    variables: tuple[str, ...]
+    default: str
+    help: str
+
+
+def option_table() -> list[OptionRow]:
+    """Every option of `EngineConfig` in the order of its fields."""
+    return [
+        OptionRow(
+            name=option.name,
+            variables=_variables(option.name),
+            default="required" if option.default is MISSING else _shown(option.default),
+            help=option.metadata["help"],
+        )
+        for option in fields(EngineConfig)
+    ]
+
+
+def checks_enabled(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether `HEADRACE_CHECK` asks for the invariants to be checked after every step.
+
+    Raises `ConfigError` for a value that is neither on nor off.
+    """
+    variables = os.environ if environ is None else environ
+    text = variables.get("HEADRACE_CHECK", "0")
+    return _parse_bool("HEADRACE_CHECK", text)
+
+
+def _shown(default: object) -> str:
+    """Return a default as it would be written into a variable."""
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return "none" if default is None else str(default)
+
+
+def _variables(name: str) -> tuple[str, ...]:
+    own = ENV_PREFIX + name.upper()
+    return (own, *(alias for alias, target in ALIASES.items() if target == name))
+
+
+def _hint(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _sources(variables: Mapping[str, str]) -> dict[str, list[str]]:
+    """Variables that are set, by field. An unknown `HEADRACE_*` name is a `ConfigError`."""
+    by_name = {variable: row.name for row in option_table() for variable in row.variables}
+    for variable in sorted(variables):
+        if not variable.startswith(ENV_PREFIX) or variable in by_name:
+            continue
+        if variable in OTHER_VARIABLES or variable.startswith(TEST_PREFIX):
+            continue
+        raise ConfigError(
+            f"{variable}={variables[variable]!r}: not a variable of headrace"
+            f"{_hint(variable, list(by_name))}"
+        )
+    sources: dict[str, list[str]] = {}
+    for variable, name in by_name.items():
+        if variable in variables:
+            sources.setdefault(name, []).append(variable)
+    return sources
+
+
+_INTEGERS = ("max_batch_size", "max_batch_tokens", "max_waiting", "max_results", "seed")
+_OPTIONAL_INTEGERS = ("max_context", "num_threads")
+
+
+def _parse(variable: str, name: str, text: str) -> object:
+    """Turn the text of a variable into a value of the field's type; ranges are checked later."""
+    text = text.strip()
+    if not text:
+        raise ConfigError(f"{variable} is set but empty; unset it or give a value")
+    if name in _OPTIONAL_INTEGERS and text.lower() == "none":
+        return None
+    if name in _INTEGERS or name in _OPTIONAL_INTEGERS:
+        if not re.fullmatch(r"[+-]?[0-9]{1,20}", text):
+            raise ConfigError(f"{variable}={text!r}: accepted is an integer")
+        return int(text)
+    if name == "skip_tokenizer":
+        return _parse_bool(variable, text)
+    if name == "deterministic" and text.lower() in _TRUE + _FALSE:
+        return "on" if text.lower() in _TRUE else "off"
+    return text
+
+
+def _parse_bool(variable: str, text: str) -> bool:
+    word = text.strip().lower()
+    if word not in _TRUE + _FALSE:
+        raise ConfigError(f"{variable}={text!r}: accepted is {' | '.join(_TRUE + _FALSE)}")
+    return word in _TRUE

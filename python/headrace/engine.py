@@ -1,0 +1,405 @@
+"""The engine: one model, its KV cache, its slots, and the low-level batch API over them.
+
+Owns the weights, the KV pools and the slot table; all are allocated in the constructor. The
+high-level path (`step_loop.StepLoop`, `LLM`) runs its plans through the same runner. A lock lets
+one forward run at a time, so both may be used at once, on different slots.
+"""
+
+import itertools
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from headrace._core import CHUNK_ALIGN, SamplingSpec, Scheduler, SlotAllocator, StepPlan, build_plan
+from headrace.backends.torch_ops import TorchBackend
+from headrace.config import EngineConfig
+from headrace.errors import ConfigError, EngineClosed, InvalidRequest, PromptTooLong, UnknownRequest
+from headrace.kv.slots import SlotKVCache
+from headrace.loading.build import LoadedModel, load_model
+from headrace.loading.resolve import resolve_model
+from headrace.request import (
+    BatchDecodeResult,
+    BatchedRequest,
+    BatchPrefillResult,
+    SamplingParams,
+    StepRow,
+    check_request_id,
+    check_token_ids,
+)
+from headrace.runner import ModelRunner, sampling_batch
+from headrace.sampling import SampleResult, sample
+from headrace.text.tokenizer import Tokenizer
+
+# Odd, so that seed + k * this differs for all k below 2^64 (Weyl sequence).
+_SEED_STEP = 0x9E37_79B9_7F4A_7C15
+_U64 = 2**64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What this engine can do, for callers that adapt to it."""
+
+    supports_batch: bool
+    max_batch_size: int
+    max_context: int
+    device: str
+    dtype: str
+    kv_dtype: str
+    deterministic: bool
+    kv_layouts: tuple[str, ...] = ("slots",)
+
+
+class Engine:
+    """A loaded model with room for `max_batch_size` requests.
+
+    Raises
+    ------
+    ConfigError
+        An option that this machine or build cannot serve, or pools that do not fit in memory.
+    ModelError
+        A model that is unknown, damaged or not supported.
+
+    Examples
+    --------
+    >>> engine = Engine(EngineConfig(model="smollm2", max_batch_size=2))  # doctest: +SKIP
+    >>> request = BatchedRequest(request_id=7, prompt_tokens=[1, 2, 3])  # doctest: +SKIP
+    >>> engine.allocate_slot(7)  # doctest: +SKIP
+    0
+    >>> engine.batch_prefill([request]).token_ids  # doctest: +SKIP
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.device = _device(config.device)
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        deterministic = config.deterministic == "on"
+        self.backend = TorchBackend(self.device, deterministic=deterministic)
+        loaded = load_model(
+            resolve_model(
+                config.model,
+                load_format=config.load_format,
+                cache_dir=None if config.cache_dir is None else Path(config.cache_dir),
+            ),
+            device=self.device,
+            dtype=config.dtype,
+            backend=self.backend,
+            load_format=config.load_format,
+            seed=config.seed,
+        )
+        self.model_config = loaded.config
+        self.max_context = _max_context(config.max_context, loaded.config.max_position)
+        self.tokenizer = None if config.skip_tokenizer else _tokenizer(loaded)
+        dtype = loaded.model.dtype
+        self.kv = SlotKVCache(
+            loaded.config,
+            slots=config.max_batch_size,
+            max_context=self.max_context,
+            dtype=dtype,
+            device=self.device,
+        )
+        self.slots = SlotAllocator(config.max_batch_size)
+        self.runner = ModelRunner(loaded.model, self.kv)
+        self.capabilities = Capabilities(
+            supports_batch=config.max_batch_size > 1,
+            max_batch_size=config.max_batch_size,
+            max_context=self.max_context,
+            device=str(self.device),
+            dtype=str(dtype).removeprefix("torch."),
+            kv_dtype=str(dtype).removeprefix("torch."),
+            deterministic=deterministic,
+        )
+        self._forward_lock = threading.Lock()
+        self._request_count = itertools.count()
+        self._closed = False
+
+    def supports_batching(self) -> bool:
+        """Whether more than one request can share a step."""
+        return self.capabilities.supports_batch
+
+    def make_scheduler(self) -> Scheduler:
+        """Return a scheduler over this engine's slots, with the limits of its configuration."""
+        return Scheduler(
+            self.slots,
+            max_context=self.max_context,
+            vocab_size=self.model_config.vocab_size,
+            max_batch_tokens=self.config.max_batch_tokens,
+            max_waiting=self.config.max_waiting,
+            max_results=self.config.max_results,
+            policy=self.config.policy,
+        )
+
+    def sampling_spec(self, params: SamplingParams) -> SamplingSpec:
+        """Sampling options as the core takes them: a seed for everyone, all stop tokens in one."""
+        eos = () if params.ignore_eos else self.model_config.eos_token_ids
+        seed = params.seed
+        if seed is None:
+            seed = (self.config.seed + next(self._request_count) * _SEED_STEP) % _U64
+        return SamplingSpec(
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            seed=seed,
+            logprobs=params.logprobs,
+            max_tokens=params.max_tokens,
+            min_tokens=params.min_tokens,
+            stop_token_ids=sorted({*params.stop_token_ids, *eos}),
+        )
+
+    def execute(self, plan: StepPlan) -> SampleResult:
+        """Run one plan; one at a time, callers on other threads wait."""
+        with self._forward_lock:
+            self._check_open()
+            return self.runner.execute(plan)
+
+    def close(self) -> None:
+        """Refuse further work and let the weights and pools go. Idempotent."""
+        with self._forward_lock:
+            if not self._closed:
+                self._closed = True
+                del self.runner, self.kv
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def allocate_batch_slots(self, n: int) -> None:
+        """Set how many slots are in use, 1 to `max_batch_size`.
+
+        Raises `ConfigError` for another number, or if a slot that would go is taken; nothing
+        changes then.
+        """
+        limit = self.config.max_batch_size
+        if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= limit:
+            raise ConfigError(f"n={n!r}: accepted is 1 to max_batch_size, which is {limit}")
+        self.slots.resize(n)
+
+    def allocate_slot(self, request_id: int) -> int:
+        """Give a request the smallest free slot.
+
+        Raises `DuplicateRequest` if it holds one, `OutOfPages` if none is free.
+        """
+        return self.slots.allocate(check_request_id(request_id))
+
+    def free_slot(self, request_id: int) -> None:
+        """Take the slot back. Raises `UnknownRequest` if the request holds none."""
+        self.slots.free(check_request_id(request_id))
+
+    def batch_prefill(
+        self, requests: Sequence[BatchedRequest], *, return_logits: bool = False
+    ) -> BatchPrefillResult:
+        """Compute the prompts of requests that hold slots, and their first tokens.
+
+        Prompts run together, in chunks of at most `max_batch_tokens` tokens a forward. Updates the
+        requests in place. On an error before the first forward nothing has changed.
+
+        Raises
+        ------
+        UnknownRequest
+            A request without a slot.
+        InvalidRequest, PromptTooLong
+            A request that is listed twice, finished, already prefilled, too long, or has stop
+            strings (a matter of text: use `LLM`).
+        """
+        specs = self._checked(requests, decode=False)
+        rows: dict[int, tuple[int, StepRow, torch.Tensor]] = {}
+        pending = list(range(len(requests)))
+        while pending:
+            chunks = self._chunks(requests, pending)
+            plan = build_plan(
+                [
+                    self._row(request, specs[index] if last else None, tokens)
+                    for index, request, tokens, last in chunks
+                ],
+                decode=False,
+            )
+            logits, sampled = self._run(plan)
+            ended = [index for index, _, _, last in chunks if last]
+            for _, request, tokens, _ in chunks:
+                request.seq_len += len(tokens)
+            for row, index in enumerate(ended):
+                rows[index] = (row, _step_row(sampled, row), logits[row])
+            pending = [index for index in pending if index not in rows]
+        for index, request in enumerate(requests):
+            self._record(request, specs[index], rows[index][1])
+        return BatchPrefillResult(
+            request_ids=[request.request_id for request in requests],
+            token_ids=[rows[index][1].token_id for index in range(len(requests))],
+            finished=[request.finished for request in requests],
+            logits=torch.stack([rows[i][2] for i in range(len(requests))])
+            if return_logits and requests
+            else None,
+        )
+
+    def batch_decode_step(
+        self, requests: Sequence[BatchedRequest], *, return_logits: bool = False
+    ) -> BatchDecodeResult:
+        """Compute one more token for each request, in one forward. Updates them in place.
+
+        Raises as `batch_prefill`, and `InvalidRequest` for a request without a first token.
+        """
+        specs = self._checked(requests, decode=True)
+        logits, sampled = None, None
+        if requests:
+            plan = build_plan(
+                [
+                    self._row(request, spec, request.generated_tokens[-1:])
+                    for request, spec in zip(requests, specs, strict=True)
+                ],
+                decode=True,
+            )
+            logits, sampled = self._run(plan)
+            for row, request in enumerate(requests):
+                request.seq_len += 1
+                self._record(request, specs[row], _step_row(sampled, row))
+        return BatchDecodeResult(
+            request_ids=[request.request_id for request in requests],
+            token_ids=[] if sampled is None else sampled.token_ids.tolist(),
+            finished=[request.finished for request in requests],
+            logits=logits if return_logits else None,
+        )
+
+    def _run(self, plan: StepPlan) -> tuple[torch.Tensor, SampleResult]:
+        with self._forward_lock:
+            self._check_open()
+            logits = self.runner.forward(plan)
+            return logits, sample(logits, sampling_batch(plan.sampling))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosed("engine is closed: closed by its owner")
+
+    def _checked(self, requests: Sequence[BatchedRequest], *, decode: bool) -> list[SamplingSpec]:
+        """Refuse what cannot run, before anything runs; bind the slots; return the options."""
+        seen: set[int] = set()
+        slots: list[int] = []
+        for request in requests:
+            name = f"request {request.request_id}"
+            if request.request_id in seen:
+                raise InvalidRequest(f"{name} is listed twice")
+            seen.add(request.request_id)
+            if request.finished:
+                raise InvalidRequest(f"{name} is finished: {request.finish_reason}")
+            if bool(request.generated_tokens) != decode:
+                state = "has no token yet: prefill it first" if decode else "is already prefilled"
+                raise InvalidRequest(f"{name} {state}")
+            if request.sampling.stops:
+                raise InvalidRequest(
+                    f"{name}: stop={request.sampling.stops!r}: stop strings are matched on text, "
+                    "which the batch API does not produce; use LLM, or stop_token_ids"
+                )
+            self._check_prompt(request)
+            slot = self.slots.slot_of(request.request_id)
+            if slot is None:
+                raise UnknownRequest(f"{name} holds no slot; call allocate_slot first")
+            slots.append(slot)
+        for request, slot in zip(requests, slots, strict=True):
+            request.slot_id = slot
+        return [self._spec_of(request) for request in requests]
+
+    def _check_prompt(self, request: BatchedRequest) -> None:
+        length = len(request.prompt_tokens)
+        if length >= self.max_context:
+            raise PromptTooLong(
+                f"request {request.request_id}: prompt of {length} tokens does not fit: "
+                f"max_context is {self.max_context}, of which one token must stay free"
+            )
+        check_token_ids("prompt_tokens", request.prompt_tokens, self.model_config.vocab_size)
+        generated = len(request.generated_tokens)
+        expected = length + generated - 1 if generated else min(request.seq_len, length - 1)
+        if request.seq_len != expected or request.seq_len < 0:
+            raise InvalidRequest(
+                f"request {request.request_id}: seq_len={request.seq_len}: accepted is {expected}"
+            )
+
+    def _spec_of(self, request: BatchedRequest) -> SamplingSpec:
+        # The request's own id seeds it, so that every step of a request draws from one sequence.
+        seed = request.sampling.seed
+        if seed is None:
+            seed = (self.config.seed + request.request_id * _SEED_STEP) % _U64
+        return self.sampling_spec(replace(request.sampling, seed=seed))
+
+    def _chunks(
+        self, requests: Sequence[BatchedRequest], pending: list[int]
+    ) -> list[tuple[int, BatchedRequest, list[int], bool]]:
+        """Chunks of the next forward: (index, request, tokens, whether the prompt ends)."""
+        budget = self.config.max_batch_tokens
+        chunks = []
+        for index in pending:
+            request = requests[index]
+            start = request.seq_len
+            end = len(request.prompt_tokens)
+            if end - start > budget:
+                end = (start + budget) // CHUNK_ALIGN * CHUNK_ALIGN
+            if end <= start:
+                break
+            budget -= end - start
+            last = end == len(request.prompt_tokens)
+            chunks.append((index, request, request.prompt_tokens[start:end], last))
+        return chunks
+
+    @staticmethod
+    def _row(
+        request: BatchedRequest, spec: SamplingSpec | None, tokens: list[int]
+    ) -> tuple[int, int, int, list[int], SamplingSpec | None, list[int], list[int]]:
+        assert request.slot_id is not None, "bound by _checked"
+        return (
+            request.request_id,
+            request.slot_id,
+            request.seq_len,
+            tokens,
+            spec,
+            request.prompt_tokens,
+            request.generated_tokens,
+        )
+
+    def _record(self, request: BatchedRequest, spec: SamplingSpec, row: StepRow) -> None:
+        request.last_result = row
+        if row.token_id < 0:
+            request.finished, request.finish_reason = True, "error"
+            return
+        request.last_token = row.token_id
+        request.generated_tokens.append(row.token_id)
+        request.finish_reason = spec.finish_reason(
+            len(request.prompt_tokens), request.generated_tokens, max_context=self.max_context
+        )
+        request.finished = request.finish_reason is not None
+
+
+def _step_row(sampled: SampleResult, row: int) -> StepRow:
+    return StepRow(token_id=int(sampled.token_ids[row]), logprobs=sampled.logprobs[row])
+
+
+def _tokenizer(loaded: LoadedModel) -> Tokenizer | None:
+    if loaded.tokenizer_path is not None:
+        return Tokenizer.from_file(loaded.tokenizer_path)
+    if loaded.tokenizer_json is None:
+        return None
+    return Tokenizer.from_json(
+        loaded.tokenizer_json,
+        eos_ids=loaded.config.eos_token_ids,
+        chat_template=loaded.chat_template,
+    )
+
+
+def _device(name: str) -> torch.device:
+    if name in ("auto", "cpu"):
+        return torch.device("cpu")
+    raise ConfigError(f"device={name!r}: this build runs on the CPU only; accepted is auto | cpu")
+
+
+def _max_context(asked: int | None, limit: int) -> int:
+    if asked is None:
+        return limit
+    if asked > limit:
+        raise ConfigError(f"max_context={asked}: the model was made for at most {limit} tokens")
+    return asked

@@ -1,0 +1,1 @@
+"""Building blocks of a decoder: linear, norm, rotary embedding."""

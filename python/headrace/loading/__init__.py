@@ -1,0 +1,1 @@
+"""From a name or a path to a model in memory."""

@@ -1,0 +1,1 @@
+"""Model configurations, batches and forward passes."""

@@ -1,0 +1,219 @@
+"""Memory arithmetic of one rank: weights, KV, state, workspace, and what fits in a budget.
+
+Reads configurations, never weights. KV bytes come from the functions the KV cache itself uses, on
+the configuration of one rank, so plan and pools cannot drift apart. Not counted: what a driver and
+a library take for themselves, and on a CPU the second, reordered copy of a tied head.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from headrace.backends.base import PREFILL_TILE
+from headrace.config import MAX_BATCH_SIZE
+from headrace.errors import ConfigError, ModelError
+from headrace.kv.slots import slot_pool_bytes
+from headrace.loading.gguf_file import GgufFile
+from headrace.loading.pull import PULLABLE
+from headrace.loading.resolve import resolve_model
+from headrace.loading.safetensors_folder import read_config
+from headrace.models.config import ModelConfig
+from headrace.models.known import KNOWN_CONFIGS
+
+_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+_FLOAT32 = 4
+# What `sampling` takes per vocabulary entry of a row, and how many rows go through it at once
+# (`sampling.ROWS_PER_PASS`: 16 rows of 150k entries take 150 MB).
+_SAMPLING_BYTES = 64
+_SAMPLING_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Bytes of one rank.
+
+    `budget_bytes` and what follows from it are None without a budget. A dense model has no state.
+    `max_slots_that_fit` is at `context`, `max_context_that_fits` at `slots`; 0 if nothing fits.
+    """
+
+    model: str
+    tp: int
+    dtype: str
+    kv_dtype: str
+    slots: int
+    context: int
+    weights_bytes: int
+    kv_layers: int
+    kv_bytes_per_token: int
+    kv_bytes_per_slot: int
+    kv_bytes_total: int
+    state_bytes_per_slot: int
+    workspace_bytes: int
+    total_bytes: int
+    budget_bytes: int | None = None
+    left_bytes: int | None = None
+    max_slots_that_fit: int | None = None
+    max_context_that_fits: int | None = None
+
+
+def read_model_config(model: str) -> ModelConfig:
+    """Return the configuration behind a known name, a folder, a GGUF file or a pullable model.
+
+    Fetches nothing. Raises `ModelError` if there is no such model.
+    """
+    if model in PULLABLE:
+        # A pulled model is stored in fp32, whatever its publisher used.
+        return replace(KNOWN_CONFIGS["smollm2-135m"], dtype="float32")
+    if model.lower() in KNOWN_CONFIGS and not Path(model).exists():
+        return KNOWN_CONFIGS[model.lower()]
+    source = resolve_model(model)
+    if source.path is None:
+        raise ModelError(f"model {model!r} has no files")
+    return GgufFile(source.path).config() if source.kind == "gguf" else read_config(source.path)
+
+
+def make_plan(
+    config: ModelConfig,
+    *,
+    model: str,
+    tp: int = 1,
+    dtype: str = "auto",
+    kv_dtype: str = "auto",
+    slots: int = 1,
+    context: int | None = None,
+    max_batch_tokens: int = 512,
+    budget_bytes: int | None = None,
+) -> MemoryPlan:
+    """Compute the bytes of one rank of `tp`.
+
+    dtype "auto" is the checkpoint's own (an engine on a CPU takes float32 instead); context None is
+    the model's limit.
+
+    Raises
+    ------
+    ConfigError
+        `tp` does not divide the model, `context` is beyond its limit, or `kv_dtype` is another than
+        that of the model.
+    """
+    dtype = config.dtype if dtype == "auto" else dtype
+    if kv_dtype not in ("auto", dtype):
+        raise ConfigError(
+            f"kv_dtype={kv_dtype!r} with dtype={dtype!r}: a KV type other than the model's is not "
+            "supported by this build; accepted is auto or the same name"
+        )
+    context = config.max_position if context is None else context
+    if context > config.max_position:
+        raise ConfigError(
+            f"context={context}: {model} was made for at most {config.max_position} tokens"
+        )
+    rank = rank_config(config, tp)
+    itemsize = _ITEMSIZE[dtype]
+    weights = _rank_parameters(rank, tp) * itemsize
+    state = 0
+
+    def total(slots: int, context: int) -> int:
+        kv = slot_pool_bytes(rank, slots, context, itemsize)
+        workspace = workspace_bytes(rank, slots, context, max_batch_tokens, itemsize)
+        return weights + kv + slots * state + workspace
+
+    plan = MemoryPlan(
+        model=model,
+        tp=tp,
+        dtype=dtype,
+        kv_dtype=dtype,
+        slots=slots,
+        context=context,
+        weights_bytes=weights,
+        kv_layers=rank.num_layers,
+        kv_bytes_per_token=rank.kv_bytes_per_token(itemsize),
+        kv_bytes_per_slot=slot_pool_bytes(rank, 1, context, itemsize),
+        kv_bytes_total=slot_pool_bytes(rank, slots, context, itemsize),
+        state_bytes_per_slot=state,
+        workspace_bytes=workspace_bytes(rank, slots, context, max_batch_tokens, itemsize),
+        total_bytes=total(slots, context),
+    )
+    if budget_bytes is None:
+        return plan
+    return replace(
+        plan,
+        budget_bytes=budget_bytes,
+        left_bytes=budget_bytes - plan.total_bytes,
+        max_slots_that_fit=_largest(MAX_BATCH_SIZE, lambda n: total(n, context) <= budget_bytes),
+        max_context_that_fits=_largest(
+            config.max_position, lambda n: total(slots, n) <= budget_bytes
+        ),
+    )
+
+
+def check_fits(plan: MemoryPlan) -> None:
+    """Raise `ConfigError` with the numbers if the plan has a budget and is beyond it."""
+    if plan.left_bytes is None or plan.left_bytes >= 0:
+        return
+    raise ConfigError(
+        f"{plan.model} with {plan.slots} slots of {plan.context} tokens needs "
+        f"{plan.total_bytes:,} bytes a rank (weights {plan.weights_bytes:,}, KV "
+        f"{plan.kv_bytes_total:,}, state {plan.slots * plan.state_bytes_per_slot:,}, workspace "
+        f"{plan.workspace_bytes:,}), {plan.budget_bytes:,} are there, {-plan.left_bytes:,} are "
+        f"missing; what fits is {plan.max_slots_that_fit} slots of {plan.context} tokens, or "
+        f"{plan.slots} slots of {plan.max_context_that_fits}; lower slots or context, or raise tp"
+    )
+
+
+def rank_config(config: ModelConfig, tp: int) -> ModelConfig:
+    """Return what one of `tp` ranks holds of a layer; `ConfigError` if it cannot be split."""
+    parts = {
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "intermediate_size": config.intermediate_size,
+    }
+    legal = [
+        size
+        for size in range(1, config.num_kv_heads + 1)
+        if all(count % size == 0 for count in parts.values())
+    ]
+    if tp not in legal:
+        bad = ", ".join(f"{name} ({n})" for name, n in parts.items() if tp < 1 or n % tp)
+        raise ConfigError(
+            f"tp={tp} does not divide {bad}; accepted is {', '.join(map(str, legal))}"
+        )
+    return replace(
+        config,
+        num_heads=config.num_heads // tp,
+        num_kv_heads=config.num_kv_heads // tp,
+        intermediate_size=config.intermediate_size // tp,
+    )
+
+
+def workspace_bytes(
+    rank: ModelConfig, slots: int, context: int, max_batch_tokens: int, itemsize: int
+) -> int:
+    """Estimate what a full step holds at its peak besides weights and KV, with rotary tables."""
+    tokens = max_batch_tokens + slots
+    q_size, kv_size = rank.num_heads * rank.head_dim, rank.num_kv_heads * rank.head_dim
+    # Residual and its sum; the norm works on an fp32 copy and its square.
+    stream = rank.hidden_size * (2 * itemsize + 2 * _FLOAT32)
+    # q, k, v and the result; rotation of q and k goes through two fp32 copies.
+    attention = (2 * q_size + 2 * kv_size) * itemsize + (q_size + kv_size) * 2 * _FLOAT32
+    mlp = 3 * rank.intermediate_size * itemsize  # gate and up side by side, and their product
+    logits = slots * rank.vocab_size * (itemsize + _FLOAT32)
+    sampling = min(slots, _SAMPLING_ROWS) * rank.vocab_size * _SAMPLING_BYTES
+    mask = PREFILL_TILE * context * itemsize
+    rotary = rank.max_position * rank.head_dim * _FLOAT32
+    return tokens * (stream + max(attention, mlp)) + logits + sampling + mask + rotary
+
+
+def _rank_parameters(rank: ModelConfig, tp: int) -> int:
+    """Weights of one rank: embeddings and norms are whole, an untied head is cut by rows."""
+    if rank.tie_word_embeddings:
+        return rank.parameter_count
+    others = (rank.vocab_size - -(-rank.vocab_size // tp)) * rank.hidden_size
+    return rank.parameter_count - others
+
+
+def _largest(limit: int, fits: Callable[[int], bool]) -> int:
+    """Largest n up to `limit` that fits, by bisection: more never fits better."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low

@@ -1,0 +1,308 @@
+"""The engine thread: asks the scheduler for a plan, runs it, commits the tokens.
+
+Owns the thread and, per live request, what Python knows of it (`_Live`): options, text so far,
+log-probabilities, and the future its caller waits on. Whoever removes a request from the table
+resolves its future, so each is resolved exactly once. `_lock` guards the table only; it is never
+held while a forward runs or a caller is woken.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+
+from headrace._core import RequestResult, StepPlan
+from headrace.config import checks_enabled
+from headrace.engine import Engine
+from headrace.errors import EngineClosed, UnknownRequest
+from headrace.request import (
+    CachedTokens,
+    FinishReason,
+    RequestMetrics,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+)
+from headrace.sampling import SampleResult
+from headrace.text.stream import TextStream
+from headrace.text.tokenizer import Tokenizer
+
+_LOG = logging.getLogger(__name__)
+# A step in flight ends within this after `close`; a forward cannot be interrupted.
+_JOIN_TIMEOUT_S = 30.0
+_NS = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class StreamChunk:
+    """New tokens of a streaming request, and the text they make certain."""
+
+    token_ids: list[int]
+    text: str
+
+
+StreamQueue: TypeAlias = queue.SimpleQueue[StreamChunk | None]
+
+
+@dataclass(slots=True)
+class _Live:
+    """What Python knows of a request that has not ended."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    stop_token_ids: frozenset[int]
+    future: "Future[RequestOutput]"
+    stream: StreamQueue | None
+    text: TextStream | None
+    """Set if stop strings or a stream need the text token by token."""
+    num_pushed: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def push(self, token_id: int) -> tuple[str, bool]:
+        """Text made certain by a token, and whether a stop string appeared."""
+        if self.text is None:
+            return "", False
+        ends = token_id in self.stop_token_ids and self.num_pushed >= self.params.min_tokens
+        self.num_pushed += 1
+        if ends:
+            return "", False  # a stop token is no part of the text
+        text, stopped = self.text.push(token_id)
+        return text, stopped is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """A submitted request: its id and the future of its output."""
+
+    request_id: int
+    future: "Future[RequestOutput]"
+
+
+class StepLoop:
+    """Runs an engine on a thread of its own and takes requests from any thread.
+
+    The thread keeps the loop alive until `close`, or until the interpreter exits.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.scheduler = engine.make_scheduler()
+        self._lock = threading.Lock()
+        self._live: dict[int, _Live] = {}
+        self._check = checks_enabled()
+        self._thread = threading.Thread(target=self._run, name="headrace-engine", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        prompt: str | None = None,
+        priority: str = "high",
+        stream: StreamQueue | None = None,
+    ) -> Handle:
+        """Queue a request; never waits for the engine.
+
+        With `stream`, its chunks are put there as they come, then None, once the future is done.
+        Raises as `Scheduler.submit`.
+        """
+        spec = self.engine.sampling_spec(params)
+        live = self._new_live(prompt, list(prompt_token_ids), params, stream)
+        # Under the lock, so that the engine thread finds the request once the scheduler has it.
+        with self._lock:
+            request_id = self.scheduler.submit(live.prompt_token_ids, spec, priority=priority)
+            self._live[request_id] = live
+        return Handle(request_id, live.future)
+
+    def abort(self, request_id: int) -> bool:
+        """End a live request; False if it has ended or never was."""
+        aborted = self.scheduler.abort(request_id)
+        if aborted:
+            self._finish(request_id)
+        return aborted
+
+    def live_ids(self) -> list[int]:
+        """Ids of the requests that have not ended, in order of arrival."""
+        with self._lock:
+            return list(self._live)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine thread runs."""
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """End all requests with `abort`, stop the thread. Idempotent; callable from anywhere."""
+        self.scheduler.close()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_JOIN_TIMEOUT_S)
+        self._finish_all()
+
+    def _new_live(
+        self,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        stream: StreamQueue | None,
+    ) -> _Live:
+        eos = () if params.ignore_eos else self.engine.model_config.eos_token_ids
+        tokenizer = self.engine.tokenizer
+        text = None
+        if tokenizer is not None and (params.stops or stream is not None):
+            text = TextStream(tokenizer, params.stops, min_tokens=params.min_tokens)
+        return _Live(
+            prompt=prompt,
+            prompt_token_ids=prompt_token_ids,
+            params=params,
+            stop_token_ids=frozenset((*params.stop_token_ids, *eos)),
+            future=Future(),
+            stream=stream,
+            text=text,
+        )
+
+    def _run(self) -> None:
+        try:
+            while True:
+                plan = self.scheduler.next_plan()
+                if plan is not None:
+                    self._step(plan)
+        except EngineClosed:
+            pass
+        except BaseException as error:
+            _LOG.exception("the engine thread died")
+            self.scheduler.close(f"the engine thread died: {error!r}", error=True)
+        self._finish_all()
+
+    def _step(self, plan: StepPlan) -> None:
+        rows = plan.request_ids[plan.sample_rows].tolist()
+        with self._lock:
+            live = [self._live.get(request_id) for request_id in rows]
+        try:
+            sampled = self.engine.execute(plan)
+        except Exception as error:
+            # Fails the rows of this step alone. The message goes to their callers, the traceback
+            # to the log.
+            _LOG.warning("a forward failed", exc_info=True)
+            for request_id in self.scheduler.fail(plan, f"{type(error).__name__}: {error}"):
+                self._finish(request_id)
+            return
+        self._commit(plan, live, sampled)
+
+    def _commit(self, plan: StepPlan, live: list[_Live | None], sampled: SampleResult) -> None:
+        tokens = sampled.token_ids
+        texts: list[str] = [""] * len(live)
+        stops: np.ndarray[tuple[int], np.dtype[np.bool_]] | None = None
+        if any(row is not None and row.text is not None for row in live):
+            stops = np.zeros(len(live), np.bool_)
+            for i, row in enumerate(live):
+                if row is not None and tokens[i] >= 0:
+                    texts[i], stops[i] = row.push(int(tokens[i]))
+        finished, accepted = self.scheduler.commit(plan, tokens, stops)
+        for i, row in enumerate(live):
+            if row is None or not accepted[i]:
+                continue
+            entry = sampled.logprobs[i]
+            if entry is not None:
+                row.logprobs.append(entry)
+            if row.stream is not None:
+                row.stream.put(StreamChunk([int(tokens[i])], texts[i]))
+        for request_id, _ in finished:
+            self._finish(request_id)
+        if self._check:
+            self.scheduler.check()
+
+    def _finish_all(self) -> None:
+        with self._lock:
+            ids = list(self._live)
+        for request_id in ids:
+            self._finish(request_id)
+
+    def _finish(self, request_id: int) -> None:
+        """Resolve the future of a request that has ended, unless somebody else does."""
+        with self._lock:
+            live = self._live.pop(request_id, None)
+        if live is None:
+            return
+        try:
+            output = _output(
+                live, self.scheduler.take_result(request_id), self.engine.tokenizer
+            )
+        except UnknownRequest:
+            # More requests ended at once than the scheduler keeps results of: only at `close`.
+            output = _lost(live, request_id)
+        live.future.set_result(output)
+        if live.stream is not None:
+            live.stream.put(None)
+
+
+def _output(live: _Live, result: RequestResult, tokenizer: Tokenizer | None) -> RequestOutput:
+    token_ids = result.token_ids
+    reason: FinishReason = result.finish_reason
+    text, stop_reason = _final_text(live, token_ids, reason, tokenizer)
+    submitted = result.submitted_ns
+
+    def since(stamp: int | None) -> float | None:
+        return None if stamp is None else (stamp - submitted) * _NS
+
+    return RequestOutput(
+        request_id=result.request_id,
+        prompt=live.prompt,
+        prompt_token_ids=live.prompt_token_ids,
+        token_ids=token_ids,
+        text=text,
+        finish_reason=reason,
+        stop_reason=stop_reason,
+        error=result.message if reason == "error" else None,
+        logprobs=None if live.params.logprobs is None else live.logprobs[: len(token_ids)],
+        cached_tokens=CachedTokens(),
+        metrics=RequestMetrics(
+            queue_s=since(result.first_planned_ns),
+            ttft_s=since(result.first_token_ns),
+            e2e_s=since(result.finished_ns) or 0.0,
+            num_prompt_tokens=result.prompt_len,
+            num_generated_tokens=len(token_ids),
+        ),
+    )
+
+
+def _final_text(
+    live: _Live, token_ids: list[int], reason: FinishReason, tokenizer: Tokenizer | None
+) -> tuple[str, str | int | None]:
+    """Text of the tokens that count, and what ended it. The same function of them for everyone."""
+    if tokenizer is None:
+        return "", token_ids[-1] if reason == "stop" else None
+    stream = TextStream(tokenizer, live.params.stops, min_tokens=live.params.min_tokens)
+    ends_by_token = (
+        reason == "stop"
+        and token_ids[-1] in live.stop_token_ids
+        and len(token_ids) > live.params.min_tokens
+    )
+    shown = token_ids[:-1] if ends_by_token else token_ids
+    text = "".join(stream.push(token)[0] for token in shown) + stream.finish()
+    if reason != "stop":
+        return text, None
+    return text, token_ids[-1] if ends_by_token else stream.stopped
+
+
+def _lost(live: _Live, request_id: int) -> RequestOutput:
+    return RequestOutput(
+        request_id=request_id,
+        prompt=live.prompt,
+        prompt_token_ids=live.prompt_token_ids,
+        token_ids=[],
+        text="",
+        finish_reason="abort",
+        logprobs=None if live.params.logprobs is None else [],
+        metrics=RequestMetrics(
+            e2e_s=0.0,
+            num_prompt_tokens=len(live.prompt_token_ids),
+            num_generated_tokens=0,
+        ),
+    )

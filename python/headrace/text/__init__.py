@@ -1,0 +1,1 @@
+"""Text: tokenizers, chat templates, incremental detokenizing and stop strings."""
