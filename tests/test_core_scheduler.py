@@ -345,26 +345,25 @@ def test_every_public_method_from_eight_threads():
     scheduler = make_scheduler(slots=2, max_waiting=20, max_results=50)
     surprises = []
     end = time.monotonic() + 1.5
+    short = SamplingSpec(max_tokens=2)
+    calls = [
+        lambda rng, i: scheduler.submit([1] * rng.randint(0, 210), short),
+        lambda rng, i: scheduler.submit([1], short, request_id=i),
+        lambda rng, i: run_step(scheduler),
+        lambda rng, i: scheduler.abort(i),
+        lambda rng, i: scheduler.poll(i),
+        lambda rng, i: scheduler.wait(i, 0.001),
+        lambda rng, i: scheduler.take_result(i),
+        lambda rng, i: scheduler.stats(),
+        lambda rng, i: scheduler.check(),
+    ]
 
     def work(seed):
         rng = random.Random(seed)
         while time.monotonic() < end:
             i = rng.randrange(30)
-            call = rng.choice(
-                [
-                    lambda: scheduler.submit([1] * rng.randint(0, 210), SamplingSpec(max_tokens=2)),
-                    lambda: scheduler.submit([1], SamplingSpec(), request_id=i),
-                    lambda: run_step(scheduler),
-                    lambda: scheduler.abort(i),
-                    lambda: scheduler.poll(i),
-                    lambda: scheduler.wait(i, 0.001),
-                    lambda: scheduler.take_result(i),
-                    scheduler.stats,
-                    scheduler.check,
-                ]
-            )
             try:
-                call()
+                rng.choice(calls)(rng, i)
             except (InvalidRequest, DuplicateRequest, QueueFull, UnknownRequest, StalePlan):
                 pass
             except Exception as error:

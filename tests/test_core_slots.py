@@ -1,4 +1,4 @@
-"""Slot table through the binding, against a naive model (invariants S1-S5, cases SLT-07, SLT-08)."""
+"""Slot table through the binding, against a naive model (S1-S5; cases SLT-07, SLT-08)."""
 
 import threading
 

@@ -32,7 +32,7 @@ SHORT = SamplingParams(max_tokens=5, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def model_dir(tiny_qwen3):
-    return str(tiny_qwen3)
+    return str(tiny_qwen3.path)
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_logits_that_are_not_finite_fail_only_their_row(llm):
     forward = llm.engine.runner.forward
 
     def poisoned(plan):
-        logits = forward(plan)
+        logits = forward(plan).clone()
         rows = plan.request_ids[plan.sample_rows].tolist()
         for row, request in enumerate(rows):
             if request == victim and plan.num_decode:
@@ -154,10 +154,9 @@ def test_more_prompts_than_the_queue_holds(model_dir):
     with LLM(model_dir, max_batch_size=2, max_context=64, max_waiting=3) as llm:
         outputs = llm.generate([[i] for i in range(20)], SHORT)
         assert [output.prompt_token_ids for output in outputs] == [[i] for i in range(20)]
-        handles = [llm.loop.submit([1], SamplingParams(max_tokens=60)) for _ in range(3)]
+        long = SamplingParams(max_tokens=60)
         with pytest.raises(QueueFull, match="max_waiting"):
-            for _ in range(50):
-                handles.append(llm.loop.submit([1], SamplingParams(max_tokens=60)))
+            [llm.loop.submit([1], long) for _ in range(50)]
 
 
 def test_random_sampling_options_in_a_batch_equal_solo(llm):
@@ -375,9 +374,7 @@ class TestBatchApi:
             engine.batch_decode_step([request])
         with pytest.raises(InvalidRequest, match="twice"):
             engine.batch_prefill([request, request])
-        stops = BatchedRequest(
-            request_id=1, prompt_tokens=[1], sampling=SamplingParams(stop="x")
-        )
+        stops = BatchedRequest(request_id=1, prompt_tokens=[1], sampling=SamplingParams(stop="x"))
         with pytest.raises(InvalidRequest, match="stop"):
             engine.batch_prefill([stops])
         with pytest.raises(PromptTooLong):

@@ -27,9 +27,9 @@ def llm(request, smollm2_dir):
 
 
 def test_each_prompt_alone(llm):
-    for index in (0, 5, 11):
-        [output] = llm.generate([PROMPTS[index]], GREEDY)
-        assert output.token_ids == EXPECTED[index]
+    for prompt, expected in zip(PROMPTS, EXPECTED, strict=True):
+        [output] = llm.generate([prompt], GREEDY)
+        assert output.token_ids == expected
 
 
 def test_all_prompts_in_one_batch(llm):
@@ -85,7 +85,7 @@ def test_small_prefill_budgets(smollm2_dir, budget):
 def test_neighbours_aborted_midway_change_nothing(engine):
     """SLT-01: aborted rows free their slots, the others are equal to a solo run."""
     scheduler = engine.make_scheduler()
-    doomed = {1: 3, 4: 10, 7: 30, 10: 45}
+    doomed = {1: 3, 4: 10, 6: 30}
     run_plans(
         engine,
         scheduler,

@@ -158,14 +158,22 @@ class EngineConfig:
         return cls(**options)  # type: ignore[arg-type]  # the constructor checks every type
 
     @classmethod
-    def from_env(
-        cls,
-        environ: Mapping[str, str] | None = None,
-        *,
-        defaults: Mapping[str, object] | None = None,
-        **overrides: object,
-    ) -> Self:
+    def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: object) -> Self:
         """Build from `HEADRACE_*` variables; `overrides` are explicit arguments and win.
+
+        `environ` stands in for the process environment. Raises as `from_options`.
+        """
+        return cls.from_options(overrides, environ=environ)
+
+    @classmethod
+    def from_options(
+        cls,
+        overrides: Mapping[str, object],
+        *,
+        environ: Mapping[str, str] | None = None,
+        defaults: Mapping[str, object] | None = None,
+    ) -> Self:
+        """Build from explicit options, then `HEADRACE_*` variables, then defaults.
 
         A variable whose field is given explicitly is not parsed. `environ` stands in for the
         process environment; `defaults` stand in for the defaults of the fields.

@@ -179,8 +179,9 @@ class Engine:
         changes then.
         """
         limit = self.config.max_batch_size
-        if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= limit:
-            raise ConfigError(f"n={n!r}: accepted is 1 to max_batch_size, which is {limit}")
+        given: object = n
+        if isinstance(given, bool) or not isinstance(given, int) or not 1 <= given <= limit:
+            raise ConfigError(f"n={given!r}: accepted is 1 to max_batch_size, which is {limit}")
         self.slots.resize(n)
 
     def allocate_slot(self, request_id: int) -> int:

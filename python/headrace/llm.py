@@ -6,6 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import wait as wait_futures
+from numbers import Integral
 from queue import SimpleQueue
 
 from headrace.config import EngineConfig
@@ -60,7 +61,7 @@ class LLM:
         skip_tokenizer: bool | None = None,
         **options: object,
     ) -> None:
-        named = {
+        named: dict[str, object] = {
             "device": device,
             "dtype": dtype,
             "kv_dtype": kv_dtype,
@@ -68,9 +69,10 @@ class LLM:
             "max_context": max_context,
             "skip_tokenizer": skip_tokenizer,
         }
-        given = {name: value for name, value in named.items() if value is not None}
-        defaults = {"max_batch_size": DEFAULT_BATCH_SIZE}
-        config = EngineConfig.from_env(model=model, **given, **options, defaults=defaults)
+        options |= {name: value for name, value in named.items() if value is not None}
+        config = EngineConfig.from_options(
+            {"model": model, **options}, defaults={"max_batch_size": DEFAULT_BATCH_SIZE}
+        )
         self.engine = Engine(config)
         self.loop = StepLoop(self.engine)
         self.tokenizer = self.engine.tokenizer
@@ -212,7 +214,7 @@ def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]
     batch: list[Prompt] = list(prompts)  # type: ignore[arg-type]  # told apart just below
     # A flat list of ids is one prompt.
-    if batch and not any(isinstance(prompt, str | Sequence) or hasattr(prompt, "__len__") for prompt in batch):
+    if batch and all(isinstance(item, Integral) for item in batch):
         return [batch]  # type: ignore[list-item]  # its items are ids
     return batch
 

@@ -231,9 +231,7 @@ class StepLoop:
         if live is None:
             return
         try:
-            output = _output(
-                live, self.scheduler.take_result(request_id), self.engine.tokenizer
-            )
+            output = _output(live, self.scheduler.take_result(request_id), self.engine.tokenizer)
         except UnknownRequest:
             # More requests ended at once than the scheduler keeps results of: only at `close`.
             output = _lost(live, request_id)

@@ -77,12 +77,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 def engine_config(args: argparse.Namespace, **defaults: object) -> EngineConfig:
     """Build the options from flags, then variables, then `defaults`. Raises `ConfigError`."""
-    flags: dict[str, Any] = {
+    flags: dict[str, object] = {
         name.removeprefix(_ENGINE_PREFIX): value
         for name, value in vars(args).items()
         if name.startswith(_ENGINE_PREFIX)
     }
-    return EngineConfig.from_env(defaults={"model": DEFAULT_MODEL, **defaults}, **flags)
+    return EngineConfig.from_options(flags, defaults={"model": DEFAULT_MODEL, **defaults})
 
 
 def add_output_option(

@@ -54,7 +54,7 @@ class SlotKVCache:
         self.v = torch.empty(shape, dtype=dtype, device=self.device)
 
     def view(self, layer: int, slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of the first `length` tokens of a slot, as views `[length, kv_heads, head_dim]`."""
+        """First `length` tokens of a slot: views of K and V, `[length, kv_heads, head_dim]`."""
         return self.k[layer, slot, :length], self.v[layer, slot, :length]
 
 

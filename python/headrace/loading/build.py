@@ -154,8 +154,8 @@ class _RandomTensors(TensorSource):
         self._seed = seed
 
     def get(self, name: str) -> torch.Tensor:
-        stream = self._seed * 2**32 + zlib.crc32(name.encode())
-        generator = torch.Generator().manual_seed(stream % 2**63)
+        # The generator of torch looks at the low 32 bits of its seed only.
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed}/{name}".encode()))
         noise = torch.empty(self._shapes[name]).normal_(0.0, _DUMMY_STD, generator=generator)
         return noise + 1.0 if "norm" in name else noise
 

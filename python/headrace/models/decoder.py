@@ -119,12 +119,12 @@ class _Attention:
         self, heads: torch.Tensor, step: _Step
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if self._q_norm is not None and self._k_norm is not None:
-            q, k, v = torch.split(heads, self._heads, dim=1)
+            q, k, v = torch.split(heads, list(self._heads), dim=1)
             q = rope.apply(self._q_norm.forward(q), step.cos, step.sin)
             return q, rope.apply(self._k_norm.forward(k), step.cos, step.sin), v
         # Without norms q and k turn alike, so one call does both.
         q_heads, k_heads, v_heads = self._heads
-        qk, v = torch.split(heads, (q_heads + k_heads, v_heads), dim=1)
+        qk, v = torch.split(heads, [q_heads + k_heads, v_heads], dim=1)
         turned = rope.apply(qk, step.cos, step.sin)
         return turned[:, :q_heads], turned[:, q_heads:], v
 

@@ -1,0 +1,65 @@
+"""Fixtures shared by the suite: tiny random models and the one real model."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import DownloadError
+from headrace.loading.pull import fetch_gguf, pull
+from tiny_models import build_tiny
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """Build a tiny model by name, once a session."""
+    built = {}
+    folder = tmp_path_factory.mktemp("tiny")
+
+    def get(name):
+        if name not in built:
+            built[name] = build_tiny(name, folder)
+        return built[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tiny):
+    return tiny("tiny_llama")
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3(tiny):
+    return tiny("tiny_qwen3")
+
+
+@pytest.fixture(scope="session")
+def cache_dir():
+    cache = os.environ.get("HEADRACE_CACHE")
+    return Path(cache) if cache else None
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir(cache_dir):
+    """Folder of the converted SmolLM2; visibly skipped where it cannot be fetched."""
+    try:
+        return pull("smollm2", cache_dir)
+    except DownloadError as error:
+        pytest.skip(f"no weights: {error}")
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf(tmp_path_factory):
+    """The GGUF file that SmolLM2 is converted from."""
+    try:
+        return fetch_gguf(tmp_path_factory.mktemp("gguf"))
+    except DownloadError as error:
+        pytest.skip(f"no weights: {error}")
+
+
+@pytest.fixture(scope="session")
+def smollm2_fixture():
+    path = Path(__file__).parent / "fixtures" / "smollm2_greedy.json"
+    return json.loads(path.read_text(encoding="utf-8"))

@@ -1,0 +1,173 @@
+"""Small random models built with transformers, and short ways to make batches and run them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from headrace.backends.torch_ops import TorchBackend
+from headrace.kv.slots import SlotKVCache
+from headrace.loading.build import load_model
+from headrace.loading.resolve import resolve_model
+from headrace.models.batch import ForwardBatch, PrefillSegment
+from headrace.models.decoder import DecoderModel
+
+VOCAB = 512
+MAX_POSITION = 1024
+
+_COMMON = {
+    "vocab_size": VOCAB,
+    "max_position_embeddings": MAX_POSITION,
+    # Wide enough that greedy text varies and top-1 margins stay far above fp32 path differences.
+    "initializer_range": 0.1,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+_QWEN3 = {"hidden_size": 256, "intermediate_size": 512, "rope_theta": 1e6, "head_dim": 64}
+_SHAPES = {
+    "tiny_llama": {
+        "hidden_size": 576,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "rope_theta": 1e5,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    },
+    "tiny_qwen3": _QWEN3
+    | {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "tiny_qwen3_d128": _QWEN3
+    | {
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+    },
+    "tiny_qwen3_g5": _QWEN3
+    | {"num_hidden_layers": 3, "num_attention_heads": 10, "num_key_value_heads": 2},
+    "tiny_qwen3_g8": _QWEN3
+    | {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 1},
+}
+TINY_NAMES = tuple(_SHAPES)
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A saved model, and the same model in transformers: the oracle."""
+
+    path: Path
+    hf: PreTrainedModel
+
+    def load(self, *, deterministic=False):
+        return load(self.path, deterministic=deterministic)
+
+
+def build_tiny(name, folder, seed=0):
+    """Build and save one model; every norm weight is noise, as constants would hide bugs."""
+    torch.manual_seed(seed)
+    options = _COMMON | _SHAPES[name]
+    hf = (
+        LlamaForCausalLM(LlamaConfig(**options))
+        if name == "tiny_llama"
+        else Qwen3ForCausalLM(Qwen3Config(**options))
+    )
+    hf.eval()
+    with torch.no_grad():
+        for parameter_name, parameter in hf.named_parameters():
+            if "norm" in parameter_name:
+                parameter.copy_(1.0 + 0.2 * torch.randn(parameter.shape))
+    path = Path(folder) / name
+    hf.save_pretrained(path)
+    return TinyModel(path, hf)
+
+
+def load(path, *, deterministic=False):
+    backend = TorchBackend("cpu", deterministic=deterministic)
+    return load_model(resolve_model(path), backend=backend).model
+
+
+def make_kv(model, *, slots=8, max_context=512):
+    kv = SlotKVCache(model.config, slots=slots, max_context=max_context, dtype=model.dtype)
+    # What must not be read is poisoned: one stale value in a sum shows up as NaN.
+    kv.k.fill_(float("nan"))
+    kv.v.fill_(float("nan"))
+    return kv
+
+
+def make_batch(decode=(), prefill=()):
+    """Batch of `decode` rows (token, slot, position) and `prefill` runs (tokens, slot, start).
+
+    Sampled rows: every decode row, then the last token of every run.
+    """
+    tokens = [token for token, _, _ in decode]
+    slots = [slot for _, slot, _ in decode]
+    positions = [position for _, _, position in decode]
+    sample = list(range(len(decode)))
+    segments = []
+    for run, slot, start in prefill:
+        segments.append(PrefillSegment(slot, start, len(run), len(tokens)))
+        tokens += run
+        slots += [slot] * len(run)
+        positions += range(start, start + len(run))
+        sample.append(len(tokens) - 1)
+    return ForwardBatch(
+        token_ids=torch.tensor(tokens),
+        positions=torch.tensor(positions),
+        token_slots=torch.tensor(slots),
+        num_decode=len(decode),
+        decode_slots=[slot for _, slot, _ in decode],
+        decode_lengths=[position + 1 for _, _, position in decode],
+        segments=segments,
+        sample_index=torch.tensor(sample),
+    )
+
+
+def random_prompt(length, seed=0):
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    return torch.randint(0, VOCAB, (length,), generator=generator).tolist()
+
+
+def greedy(model: DecoderModel, prompts, steps):
+    """Greedy tokens of all prompts in one batch, and every step's logits `[steps, B, vocab]`."""
+    kv = make_kv(model, slots=len(prompts))
+    logits = model.forward(make_batch(prefill=[(p, i, 0) for i, p in enumerate(prompts)]), kv)
+    history = [logits]
+    tokens = [[token] for token in logits.argmax(-1).tolist()]
+    for step in range(steps - 1):
+        rows = [(out[-1], i, len(prompts[i]) + step) for i, out in enumerate(tokens)]
+        logits = model.forward(make_batch(decode=rows), kv)
+        history.append(logits)
+        for out, token in zip(tokens, logits.argmax(-1).tolist(), strict=True):
+            out.append(token)
+    return tokens, torch.stack(history)
+
+
+@torch.inference_mode()
+def hf_logits(hf, tokens):
+    """Logits of the last token, `[vocab]`."""
+    return hf(input_ids=torch.tensor([tokens])).logits[0, -1]
+
+
+@torch.inference_mode()
+def hf_greedy(hf, prompt, steps):
+    """Greedy tokens, and the smallest margin between best and second best."""
+    tokens, margin, cache = [], float("inf"), None
+    ids = torch.tensor([prompt])
+    for _ in range(steps):
+        out = hf(input_ids=ids, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        best = out.logits[0, -1].topk(2)
+        margin = min(margin, float(best.values[0] - best.values[1]))
+        tokens.append(int(best.indices[0]))
+        ids = best.indices[:1].view(1, 1)
+    return tokens, margin
