@@ -4,11 +4,36 @@ import json
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from headrace.errors import DownloadError
 from headrace.loading.pull import fetch_gguf, pull
 from tiny_models import build_tiny
+
+# Two busy cores make a step 20x slower when OpenMP threads spin for each other.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+_NO_HEALTH = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("dev", max_examples=50, **_NO_HEALTH)
+hypothesis.settings.register_profile("ci", max_examples=200, derandomize=True, **_NO_HEALTH)
+hypothesis.settings.register_profile("soak", max_examples=5000, **_NO_HEALTH)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+SOAK = os.environ.get("HEADRACE_SOAK") == "1"
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("soak") and not SOAK:
+            item.add_marker(pytest.mark.skip(reason="soak run: make soak"))
+
+
+def _no_weights(error):
+    """Tests of the real weights fail without them, unless the developer says to be offline."""
+    if os.environ.get("HEADRACE_TEST_OFFLINE") == "1":
+        pytest.skip(f"no weights: {error}")
+    pytest.fail(f"no weights ({error}); HEADRACE_TEST_OFFLINE=1 skips these tests")
 
 
 @pytest.fixture(scope="session")
@@ -47,7 +72,7 @@ def smollm2_dir(cache_dir):
     try:
         return pull("smollm2", cache_dir)
     except DownloadError as error:
-        pytest.skip(f"no weights: {error}")
+        _no_weights(error)
 
 
 @pytest.fixture(scope="session")
@@ -56,7 +81,7 @@ def smollm2_gguf(tmp_path_factory):
     try:
         return fetch_gguf(tmp_path_factory.mktemp("gguf"))
     except DownloadError as error:
-        pytest.skip(f"no weights: {error}")
+        _no_weights(error)
 
 
 @pytest.fixture(scope="session")

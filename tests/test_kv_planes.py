@@ -261,10 +261,9 @@ def test_planes_that_do_not_fit_are_refused():
     pool = pool_of(K8V4)
     sizes = {"pages": 4, "page_tokens": 16}
     good = dict(pool.tensors)
-    shifted = torch.zeros(good["k"].numel() + 64, dtype=torch.int8)
-    start = -shifted.data_ptr() % 256 + (64 if shifted.data_ptr() % 256 == 0 else 0)
-    start = start - 192 if start > 64 else start
-    unaligned = shifted[start : start + good["k"].numel()].view(good["k"].shape)
+    memory = torch.zeros(good["k"].numel() + 512, dtype=torch.int8)
+    start = -memory.data_ptr() % 256 + 64
+    unaligned = memory[start : start + good["k"].numel()].view(good["k"].shape)
     for change, words in (
         ({"k_scale": None}, "k, k_scale, v, v_scale, got k, v, v_scale"),
         ({"extra": good["k"]}, "extra"),

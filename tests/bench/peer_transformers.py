@@ -111,8 +111,13 @@ def main():
     parser.add_argument("--gen-len", type=int, default=33, help="one more than decode steps")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--threads", type=int, help="of both sides; fewer than cores steadies a busy machine"
+    )
     parser.add_argument("-o", "--output", default="table")
     args = parser.parse_args()
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
     folder = pull("smollm2")
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="sdpa"

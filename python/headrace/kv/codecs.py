@@ -44,6 +44,8 @@ INT8_MAX = 127.0  # -128 is never written, so that codes are symmetric
 CODEBOOK = (-127, -96, -75, -58, -44, -31, -18, -6, 6, 18, 31, 44, 58, 75, 96, 127)
 # Midpoints of neighbours, exact in fp32.
 THRESHOLDS = tuple((low + high) / 2 for low, high in itertools.pairwise(CODEBOOK))
+# Beyond this many halves a value lies outside of all thresholds.
+_MOST_HALVES = 224
 # 127 / 2.7326 * sqrt(D) in fp32: takes a vector of norm 1 to the scale of the codebook, whose
 # largest level stands for 2.7326 standard deviations.
 _CODEBOOK_GAIN = {
@@ -124,9 +126,9 @@ def decode(kv_format: KVFormat, which: Which, rows: tuple[torch.Tensor, ...]) ->
         return rows[0].float()
     codes, scales = rows
     if kv_format.name == FP8:
-        values = codes.view(torch.float8_e4m3fn).float()
+        values = _looked_up(_fp8_values_on(codes.device), codes)
     elif kv_format.name == K8V4 and which == "v":
-        values = _codebook_on(codes.device)[_unpacked(codes).long()]
+        values = _looked_up(_level_pairs_on(codes.device), codes)
     else:
         values = codes.float()
     head_dim, blocks = values.shape[-1], scales.shape[-1]
@@ -174,11 +176,12 @@ def _encode_codebook(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     zero = norm2 == 0
     norm = torch.where(zero, torch.ones_like(norm2), norm2).sqrt()
     gain = torch.full_like(norm, _CODEBOOK_GAIN[x.shape[-1]]) / norm
-    scaled = (x * gain).contiguous()
-    # A value equal to a threshold is below it: bucketize counts boundaries strictly less.
-    codes = torch.bucketize(scaled, _thresholds_on(x.device), out_int32=True)
+    # Thresholds are multiples of 1/2, so as many lie strictly below u as below ceil(2 u) / 2, which
+    # a table can tell: 20 times as fast as a search (2 M values on one core: 89 ms).
+    halves = torch.ceil(x * gain * 2.0).clamp(-_MOST_HALVES, _MOST_HALVES) + _MOST_HALVES
+    codes = _looked_up(_codes_on(x.device), halves.to(torch.int32))
     codes = torch.where(zero, torch.zeros_like(codes), codes)
-    levels = _codebook_on(x.device)[codes.long()]
+    levels = _looked_up(_levels_on(x.device), codes.to(torch.int32))
     # Sums of these squares stay below 2^24: exact in fp32 in any order.
     level_norm2 = (levels * levels).sum(dim=-1, keepdim=True)
     scale = (tree_sum(x * levels).unsqueeze(-1) / level_norm2).clamp(0.0, MAX_HALF)
@@ -188,21 +191,42 @@ def _encode_codebook(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _packed(codes: torch.Tensor) -> torch.Tensor:
     """Two codes a byte, the even channel in the low four bits."""
-    return (codes[..., 0::2] + codes[..., 1::2] * 16).to(torch.uint8)
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
-def _unpacked(packed: torch.Tensor) -> torch.Tensor:
-    pairs = torch.stack((packed & 15, packed >> 4), dim=-1)
-    return pairs.reshape(*packed.shape[:-1], packed.shape[-1] * 2)
+def _looked_up(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """`table [n, width]` at `indices [..., r]` -> `[..., r * width]`.
+
+    `index_select`: 2 M fp8 codes on one core take 1.6 ms, plain indexing 41, torch's cast 15.
+    """
+    rows = torch.index_select(table, 0, indices.reshape(-1).to(torch.int32))
+    return rows.reshape(*indices.shape[:-1], indices.shape[-1] * table.shape[1])
+
+
+# Constant tables, one a device. Outside of inference mode, or they could not be used outside of it.
+@functools.cache
+def _fp8_values_on(device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+        return codes.view(torch.float8_e4m3fn).float().unsqueeze(1).to(device)  # [256, 1]
 
 
 @functools.cache
-def _codebook_on(device: torch.device) -> torch.Tensor:
+def _levels_on(device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):
-        return torch.tensor(CODEBOOK, dtype=torch.float32, device=device)
+        return torch.tensor(CODEBOOK, dtype=torch.float32, device=device).unsqueeze(1)  # [16, 1]
 
 
 @functools.cache
-def _thresholds_on(device: torch.device) -> torch.Tensor:
+def _level_pairs_on(device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):
-        return torch.tensor(THRESHOLDS, dtype=torch.float32, device=device)
+        pairs = [(CODEBOOK[byte & 15], CODEBOOK[byte >> 4]) for byte in range(256)]
+        return torch.tensor(pairs, dtype=torch.float32, device=device)  # [256, 2]
+
+
+@functools.cache
+def _codes_on(device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        halves = torch.arange(-_MOST_HALVES, _MOST_HALVES + 1, dtype=torch.float32)
+        codes = (2 * torch.tensor(THRESHOLDS) < halves.unsqueeze(1)).sum(dim=1, keepdim=True)
+        return codes.to(dtype=torch.uint8, device=device)  # [449, 1]

@@ -1,0 +1,275 @@
+"""The `headrace` command: errors are one line, arguments are strict, output has one shape."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from headrace import cli
+from headrace.commands.options import engine_config
+from headrace.config import option_table
+from headrace.errors import ConfigError
+from headrace.kv.slots import SlotKVCache
+from headrace.models.known import KNOWN_CONFIGS
+from headrace.plan import make_plan, rank_config
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch):
+    """Options of the machine the tests run on must not reach them."""
+    for row in option_table():
+        for variable in row.variables:
+            if row.name != "cache_dir":
+                monkeypatch.delenv(variable, raising=False)
+
+
+def run(capsys, *argv):
+    """Exit code, standard output and standard error of one command."""
+    try:
+        code = cli.main([str(argument) for argument in argv])
+    except SystemExit as stop:
+        code = stop.code
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def config_of(*flags):
+    args = cli.make_parser().parse_args(["generate", *flags])
+    return engine_config(args)
+
+
+def plan_json(capsys, *argv):
+    code, out, err = run(capsys, "plan", *argv, "-o", "json")
+    assert (code, err) == (0, "")
+    return json.loads(out)
+
+
+BAD = {
+    "no command": ([], "no command given"),
+    "unknown flag": (["plan", "--bad"], "--bad"),
+    "shortened flag": (["generate", "--max-tok", "3"], "--max-tok"),
+    "zero slots": (["plan", "--slots", "0"], "--slots"),
+    "not a number": (["plan", "--hbm-gib", "nan"], "--hbm-gib"),
+    "bad list": (["bench", "batch", "-npl", "1,x"], "-npl"),
+    "zero in a list": (["bench", "batch", "--gen-len", "0"], "--gen-len"),
+    "bad format": (["bench", "alloc", "-o", "xml"], "xml"),
+    "flags that contradict": (["plan", "--slots", "1", "--slots", "2"], "contradict"),
+    "switches that contradict": (
+        ["generate", "--prompt", "x", "--skip-tokenizer", "--no-skip-tokenizer"],
+        "contradict",
+    ),
+    "options that contradict": (
+        ["generate", "--prompt", "x", "--dtype", "float32", "--kv-dtype", "bfloat16"],
+        "kv_dtype",
+    ),
+    "option out of range": (
+        ["generate", "--prompt", "x", "--max-batch-size", "0"],
+        "max_batch_siz",
+    ),
+    "sampling out of range": (["generate", "--prompt", "x", "--max-tokens", "0"], "max_tokens=0"),
+    "unknown model": (["plan", "--model", "nonsense"], "nonsense"),
+    "model that cannot be pulled": (["pull", "nonsense"], "nonsense"),
+    "quantised KV": (["plan", "--model", "qwen3-8b", "--kv-dtype", "int8"], "int8"),
+    "KV of another type": (["plan", "--model", "qwen3-8b", "--kv-dtype", "float16"], "float16"),
+    "context beyond the model": (["plan", "--model", "qwen3-8b", "--context", "50000"], "40960"),
+}
+
+
+@pytest.mark.parametrize(("argv", "named"), BAD.values(), ids=BAD)
+def test_bad_arguments_are_one_line_that_names_them(capsys, argv, named):
+    code, out, err = run(capsys, *argv)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert named in err
+
+
+def test_error_of_a_real_process_has_no_traceback(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "headrace.cli", "generate", "--model", tmp_path, "--prompt", "x"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_ctrl_c_exits_130(capsys, monkeypatch):
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    parser = cli.make_parser()
+    parser.parse_args = lambda argv: type(
+        "Args", (), {"version": False, "run": staticmethod(interrupted)}
+    )
+    monkeypatch.setattr(cli, "make_parser", lambda: parser)
+    assert run(capsys) == (130, "", "")
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["generate", "--help"], ["bench", "batch", "--help"]])
+def test_help_does_not_import_torch(argv):
+    code = (
+        "import sys\nfrom headrace.cli import main\n"
+        f"try:\n    main({argv})\nexcept SystemExit as stop:\n    assert stop.code == 0\n"
+        "heavy = {'torch', 'numpy', 'rich', 'gguf', 'tokenizers'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_version(capsys):
+    code, out, _ = run(capsys, "--version")
+    assert code == 0
+    assert out.startswith("headrace ")
+
+
+def test_every_engine_option_has_a_flag(capsys):
+    _, out, _ = run(capsys, "generate", "--help")
+    for row in option_table():
+        assert f"--{row.name.replace('_', '-')}" in out
+        assert row.variables[0] in out
+
+
+def test_flags_win_over_variables_and_variables_over_defaults(monkeypatch):
+    monkeypatch.setenv("HEADRACE_MAX_BATCH_SIZE", "3")
+    monkeypatch.setenv("HEADRACE_MAX_CONTEXT", "77")
+    config = config_of("--max-batch-size", "5", "--skip-tokenizer", "--num-threads", "none")
+    assert (config.max_batch_size, config.max_context, config.model) == (5, 77, "smollm2")
+    assert config.skip_tokenizer
+    assert config.num_threads is None
+    assert config_of("--max-context", "none").max_context is None
+    assert config_of("--no-skip-tokenizer").skip_tokenizer is False
+    assert config_of("--seed", "4", "--seed", "4").seed == 4
+
+
+def test_generate_takes_one_prompt_from_standard_input(capsys, monkeypatch, smollm2_dir):
+    """The one test with real weights: text, chat, json, and what a stop string ends."""
+    prompt = "The capital of France is"
+    model = ["--model", smollm2_dir, "--max-tokens", 8]
+    code, out, err = run(capsys, "generate", *model, "--prompt", prompt, "-o", "json")
+    assert (code, err) == (0, "")
+    [output] = json.loads(out)["outputs"]
+    assert output["prompt"] == prompt
+    assert "Paris" in output["text"]
+    assert output["metrics"]["num_generated_tokens"] == len(output["token_ids"]) == 8
+
+    monkeypatch.setattr("sys.stdin", _Pipe(prompt + "\n"))
+    code, text, _ = run(capsys, "generate", *model)
+    assert (code, text) == (0, output["text"] + "\n")
+
+    code, out, _ = run(
+        capsys, "generate", *model, "--chat", "--prompt", "Hi", "Bye", "--stop", "e", "-o", "jsonl"
+    )
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert [row["prompt"] for row in rows] == ["Hi", "Bye"]
+    assert all("e" not in row["text"] for row in rows)
+
+
+class _Pipe:
+    def __init__(self, text):
+        self.text = text
+
+    def isatty(self):
+        return False
+
+    def read(self):
+        return self.text
+
+
+def test_generate_without_a_prompt_says_so(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", _Pipe(""))
+    code, _, err = run(capsys, "generate")
+    assert code == 2
+    assert "standard input is empty" in err
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "bytes_per_token"),
+    [
+        ("qwen3-8b", "bfloat16", 147_456),
+        ("qwen3-0.6b", "bfloat16", 114_688),
+        ("smollm2-135m", "bfloat16", 23_040),
+        ("smollm2", "float32", 46_080),
+    ],
+)
+def test_plan_bytes_of_known_models(capsys, model, dtype, bytes_per_token):
+    """Expected numbers were computed by hand from the published configurations."""
+    plan = plan_json(capsys, "--model", model, "--slots", 4, "--context", 1000)
+    assert plan["dtype"] == dtype
+    assert plan["kv_bytes_per_token"] == bytes_per_token
+    assert plan["kv_bytes_per_slot"] == 1000 * bytes_per_token
+    assert plan["kv_bytes_total"] == 4000 * bytes_per_token
+    assert plan["state_bytes_per_slot"] == 0
+    assert plan["max_slots_that_fit"] is None
+    parts = ("weights_bytes", "kv_bytes_total", "workspace_bytes")
+    assert plan["total_bytes"] == sum(plan[name] for name in parts)
+
+
+def test_plan_counts_the_bytes_of_the_real_pools():
+    """KVD-02: plan and tensors agree, for one rank and for a share of two."""
+    config = KNOWN_CONFIGS["qwen3-0.6b"]
+    for tp in (1, 2):
+        plan = make_plan(config, model="m", tp=tp, slots=2, context=32)
+        rank = rank_config(config, tp)
+        kv = SlotKVCache(rank, slots=2, max_context=32, dtype=_torch_dtype(plan.dtype))
+        assert plan.kv_bytes_total == kv.k.nbytes + kv.v.nbytes
+        assert plan.kv_bytes_per_token * tp == 114_688
+
+
+def _torch_dtype(name):
+    import torch
+
+    return getattr(torch, name)
+
+
+def test_plan_counts_the_weights_of_a_folder_without_reading_them(capsys, tiny_qwen3):
+    weights = tiny_qwen3.path / "model.safetensors"
+    hidden = weights.rename(weights.with_suffix(".hidden"))
+    try:
+        plan = plan_json(capsys, "--model", tiny_qwen3.path, "--dtype", "float32")
+    finally:
+        hidden.rename(weights)
+    assert plan["weights_bytes"] == 4 * sum(p.numel() for p in tiny_qwen3.hf.parameters())
+
+
+def test_plan_refuses_what_does_not_fit_with_the_numbers(capsys):
+    argv = ["plan", "--model", "qwen3-8b", "--slots", "8", "--hbm-gib", "24"]
+    code, out, err = run(capsys, *argv)
+    assert (code, out) == (2, "")
+    for number in ("16,381,470,720", "48,318,382,080", f"{24 * 2**30:,}"):
+        assert number in err
+
+
+def test_plan_limits_are_the_largest_that_fit(capsys):
+    def fits(slots, context):
+        argv = ["--slots", slots, "--context", context, "--hbm-gib", 24]
+        return run(capsys, "plan", "--model", "qwen3-8b", *argv)[0] == 0
+
+    argv = ["--slots", 2, "--context", 8192, "--hbm-gib", 24]
+    plan = plan_json(capsys, "--model", "qwen3-8b", *argv)
+    assert fits(plan["max_slots_that_fit"], 8192)
+    assert not fits(plan["max_slots_that_fit"] + 1, 8192)
+    assert fits(2, plan["max_context_that_fits"])
+    assert not fits(2, plan["max_context_that_fits"] + 1)
+    assert plan["left_bytes"] == plan["budget_bytes"] - plan["total_bytes"] > 0
+
+
+def test_plan_of_two_ranks_halves_what_is_split(capsys):
+    one = plan_json(capsys, "--model", "qwen3-8b")
+    two = plan_json(capsys, "--model", "qwen3-8b", "--tp", 2)
+    assert two["kv_bytes_total"] * 2 == one["kv_bytes_total"]
+    assert one["weights_bytes"] / 2 < two["weights_bytes"] < one["weights_bytes"]
+    with pytest.raises(ConfigError, match=r"num_key_value_heads \(8\); accepted is 1, 2, 4, 8"):
+        rank_config(KNOWN_CONFIGS["qwen3-8b"], 3)
+    with pytest.raises(ConfigError, match=r"num_key_value_heads \(3\); accepted is 1, 3"):
+        rank_config(KNOWN_CONFIGS["smollm2-135m"], 2)
+
+
+def test_plan_table_shows_the_numbers(capsys):
+    code, out, _ = run(capsys, "plan", "--model", "qwen3-8b", "--hbm-gib", "80")
+    assert code == 0
+    assert "147,456" in out
+    assert "fits: " in out
