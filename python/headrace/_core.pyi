@@ -37,6 +37,9 @@ _FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 class SlotAllocator:
     """Table request id -> slot: injective, smallest free slot first.
 
+    A `Scheduler` over the same table has its own view of it: its request ids and epochs are its
+    own, and neither side can free or fence the other's slots.
+
     `total` slots, 1 to 2^20; otherwise `ConfigError`.
     """
 
@@ -106,9 +109,6 @@ class SamplingSpec:
 class SamplingRows:
     """Sampling options of a plan's sampled rows, one entry each; offsets have one more."""
 
-    @property
-    def all_greedy(self) -> bool:
-        """Every row is plain arg max."""
     @property
     def temperature(self) -> NDArray[np.float32]: ...
     @property

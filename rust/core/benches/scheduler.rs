@@ -2,7 +2,6 @@
 #![expect(clippy::unwrap_used, reason = "a benchmark fails by panicking")]
 
 use std::cell::RefCell;
-use std::sync::Arc;
 use std::time::Duration;
 
 use criterion::{BatchSize, Criterion, criterion_group, criterion_main};
@@ -17,12 +16,12 @@ fn scheduler(slots: u32) -> Scheduler {
     let config = SchedulerConfig {
         max_batch_tokens: 512,
         max_waiting: 1 << 20,
-        max_results: 16_384,
+        max_results: 1 << 21,
         max_context: 1 << 30,
         vocab_size: 151_936,
         policy: Policy::Fcfs,
     };
-    Scheduler::new(config, Arc::new(SlotAllocator::new(slots).unwrap())).unwrap()
+    Scheduler::new(config, &SlotAllocator::new(slots).unwrap()).unwrap()
 }
 
 fn spec(id: u64, prompt: usize) -> RequestSpec {

@@ -39,8 +39,6 @@ pub struct StepPlan {
 /// Sampling options of the sampled rows, one entry each; see [`SamplingSpec`] for the meaning.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct SamplingRows {
-    /// Every row is plain greedy: arg max and nothing else.
-    pub all_greedy: bool,
     /// `[samples]`
     pub temperature: Vec<f32>,
     /// `[samples]`, 0 is off
@@ -119,7 +117,6 @@ impl PlanBuilder {
             ..StepPlan::default()
         };
         plan.token_offsets.push(0);
-        plan.sampling.all_greedy = true;
         plan.sampling.history_offsets.push(0);
         plan.sampling.banned_offsets.push(0);
         Self { plan }
@@ -196,7 +193,6 @@ impl SamplingRows {
                 .extend(spec.stop_token_ids.iter().map(|&t| i64::from(t)));
         }
         self.banned_offsets.push(to_i64(self.banned_tokens.len()));
-        self.all_greedy &= spec.temperature == 0.0 && spec.logprobs < 0 && !history && !banned;
     }
 }
 
@@ -253,7 +249,6 @@ mod tests {
         assert_eq!(plan.positions, [5, 64, 65, 66]);
         assert_eq!(plan.token_slots, [2, 0, 0, 0]);
         assert_eq!((plan.sample_rows, plan.sample_index), (vec![0], vec![0]));
-        assert!(!plan.sampling.all_greedy);
         assert_eq!(plan.sampling.history_tokens, [1, 2, 9]);
         assert_eq!(plan.sampling.history_prompt_lens, [2]);
         assert_eq!(plan.sampling.banned_tokens, [7]);

@@ -92,8 +92,8 @@ impl SamplingSpec {
         check(
             "logprobs",
             self.logprobs,
-            self.logprobs >= -1,
-            "-1 (none) or a count >= 0",
+            self.logprobs >= -1 && i64::from(self.logprobs) <= i64::from(vocab_size),
+            "-1 (none) or a count up to the vocabulary size",
         )?;
         check(
             "max_tokens",

@@ -1,14 +1,20 @@
 //! Slot allocator: which request owns which fixed place of the KV cache.
 //!
+//! A table may be shared: every user of it (a scheduler, or a caller that drives the engine by
+//! hand) has a view of its own, with its own request ids and its own epochs, and can neither free
+//! nor fence the slots of another.
+//!
 //! Owns: the state of every slot. Knows nothing of tensors or queues. One mutex, no lock is taken
 //! inside it.
 //!
 //! Invariants (checked by [`SlotAllocator::check`]):
-//! - request -> slot is injective and slot -> request its inverse; free + in use + finishing = n;
+//! - (user, request) -> slot is injective and slot -> (user, request) its inverse;
+//!   free + in use + finishing = n;
 //! - the free set holds exactly the slots that are `Free`;
-//! - a finishing slot becomes free only when the step it is fenced by has retired.
+//! - a finishing slot becomes free only when the step of its user it is fenced by has retired.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use crate::error::{Error, Result};
 use crate::ids::{Epoch, RequestId, SlotId};
@@ -18,15 +24,21 @@ use crate::sync::Mutex;
 const MAX_SLOTS: u32 = 1 << 20;
 const WORD_BITS: u32 = u64::BITS;
 
+/// Index of a user of the table.
+type User = usize;
+
+/// A request of one user.
+type Tenant = (User, RequestId);
+
 /// Who holds a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum SlotState {
     /// Nobody; in the free set.
     Free,
-    /// `request` may read and write it.
-    InUse { request: RequestId },
-    /// Freed by `request`, but the step `fence` may still touch it.
-    Finishing { request: RequestId, fence: Epoch },
+    /// `tenant` may read and write it.
+    InUse { tenant: Tenant },
+    /// Freed by `tenant`, but its user's step `fence` may still touch it.
+    Finishing { tenant: Tenant, fence: Epoch },
 }
 
 /// A slot handed to a request. The generation tells this tenancy from every earlier one.
@@ -51,9 +63,10 @@ pub struct SlotStats {
     pub total: u32,
 }
 
-/// Thread-safe table request id -> slot. The smallest free slot is handed out first.
+/// Thread-safe view of a table request id -> slot. The smallest free slot is handed out first.
 pub struct SlotAllocator {
-    table: Mutex<Table>,
+    table: Arc<Mutex<Table>>,
+    user: User,
 }
 
 struct Table {
@@ -62,9 +75,10 @@ struct Table {
     generations: Vec<u64>,
     /// Bit i % 64 of word i / 64 is set iff slot i is free.
     free_bits: Vec<u64>,
-    by_request: BTreeMap<RequestId, SlotId>,
+    by_tenant: BTreeMap<Tenant, SlotId>,
     finishing: Vec<SlotId>,
-    retired: Epoch,
+    /// Newest retired epoch of each user.
+    retired: Vec<Epoch>,
 }
 
 impl SlotAllocator {
@@ -74,14 +88,26 @@ impl SlotAllocator {
             states: Vec::new(),
             generations: Vec::new(),
             free_bits: Vec::new(),
-            by_request: BTreeMap::new(),
+            by_tenant: BTreeMap::new(),
             finishing: Vec::new(),
-            retired: Epoch(0),
+            retired: vec![Epoch(0)],
         };
         table.resize(total)?;
         Ok(Self {
-            table: Mutex::new(table),
+            table: Arc::new(Mutex::new(table)),
+            user: 0,
         })
+    }
+
+    /// A view of the same slots for another user, with ids and epochs of its own.
+    #[must_use]
+    pub fn share(&self) -> Self {
+        let mut table = self.table.lock();
+        table.retired.push(Epoch(0));
+        Self {
+            table: self.table.clone(),
+            user: table.retired.len() - 1,
+        }
     }
 
     /// Gives `request` the smallest free slot.
@@ -89,19 +115,19 @@ impl SlotAllocator {
     /// Fails with `DuplicateRequest` if it has one (in use or finishing), `OutOfSlots` if none is
     /// free.
     pub fn allocate(&self, request: RequestId) -> Result<SlotGrant> {
-        self.table.lock().allocate(request)
+        self.table.lock().allocate((self.user, request))
     }
 
     /// Takes the slot from `request`. With a fence it is free once that step has retired, without
     /// one, or with one that has retired, at once. Fails with `UnknownRequest` if `request` has no
     /// slot in use.
     pub fn free(&self, request: RequestId, fence: Option<Epoch>) -> Result<SlotId> {
-        self.table.lock().free(request, fence)
+        self.table.lock().free((self.user, request), fence)
     }
 
     /// Step `epoch`, and all before it, will touch no slot any more.
     pub fn retire(&self, epoch: Epoch) {
-        self.table.lock().retire(epoch);
+        self.table.lock().retire(self.user, epoch);
     }
 
     /// Changes the number of slots. Fails with `Config` for 0, more than 2^20, or when a slot that
@@ -113,7 +139,7 @@ impl SlotAllocator {
     /// The slot `request` has in use.
     pub fn slot_of(&self, request: RequestId) -> Option<SlotId> {
         let table = self.table.lock();
-        let slot = *table.by_request.get(&request)?;
+        let slot = *table.by_tenant.get(&(self.user, request))?;
         matches!(table.states[slot.position()], SlotState::InUse { .. }).then_some(slot)
     }
 
@@ -130,10 +156,11 @@ impl SlotAllocator {
             .zip(states)
             .map(|(index, (state, &generation))| match *state {
                 SlotState::Free => (index, generation, None, None),
-                SlotState::InUse { request } => (index, generation, Some(request.0), None),
-                SlotState::Finishing { request, fence } => {
-                    (index, generation, Some(request.0), Some(fence.0))
-                }
+                SlotState::InUse { tenant: (_, id) } => (index, generation, Some(id.0), None),
+                SlotState::Finishing {
+                    tenant: (_, id),
+                    fence,
+                } => (index, generation, Some(id.0), Some(fence.0)),
             })
             .collect()
     }
@@ -145,9 +172,9 @@ impl SlotAllocator {
 }
 
 impl Table {
-    fn allocate(&mut self, request: RequestId) -> Result<SlotGrant> {
-        if self.by_request.contains_key(&request) {
-            return Err(Error::DuplicateRequest { id: request });
+    fn allocate(&mut self, tenant: Tenant) -> Result<SlotGrant> {
+        if self.by_tenant.contains_key(&tenant) {
+            return Err(Error::DuplicateRequest { id: tenant.1 });
         }
         let Some(slot) = self.smallest_free() else {
             return Err(Error::OutOfSlots {
@@ -157,8 +184,8 @@ impl Table {
             });
         };
         self.set_free_bit(slot, false);
-        self.states[slot.position()] = SlotState::InUse { request };
-        self.by_request.insert(request, slot);
+        self.states[slot.position()] = SlotState::InUse { tenant };
+        self.by_tenant.insert(tenant, slot);
         let generation = &mut self.generations[slot.position()];
         *generation += 1;
         Ok(SlotGrant {
@@ -167,43 +194,43 @@ impl Table {
         })
     }
 
-    fn free(&mut self, request: RequestId, fence: Option<Epoch>) -> Result<SlotId> {
-        let unknown = Error::UnknownRequest { id: request };
-        let Some(&slot) = self.by_request.get(&request) else {
+    fn free(&mut self, tenant: Tenant, fence: Option<Epoch>) -> Result<SlotId> {
+        let unknown = Error::UnknownRequest { id: tenant.1 };
+        let Some(&slot) = self.by_tenant.get(&tenant) else {
             return Err(unknown);
         };
         if !matches!(self.states[slot.position()], SlotState::InUse { .. }) {
             return Err(unknown);
         }
-        match fence.filter(|&fence| fence > self.retired) {
+        match fence.filter(|&fence| fence > self.retired[tenant.0]) {
             Some(fence) => {
-                self.states[slot.position()] = SlotState::Finishing { request, fence };
+                self.states[slot.position()] = SlotState::Finishing { tenant, fence };
                 self.finishing.push(slot);
             }
-            None => self.release(slot, request),
+            None => self.release(slot, tenant),
         }
         Ok(slot)
     }
 
-    fn retire(&mut self, epoch: Epoch) {
-        if epoch <= self.retired {
+    fn retire(&mut self, user: User, epoch: Epoch) {
+        if epoch <= self.retired[user] {
             return;
         }
-        self.retired = epoch;
+        self.retired[user] = epoch;
         let finishing = std::mem::take(&mut self.finishing);
         for slot in finishing {
             match self.states[slot.position()] {
-                SlotState::Finishing { request, fence } if fence <= epoch => {
-                    self.release(slot, request);
+                SlotState::Finishing { tenant, fence } if tenant.0 == user && fence <= epoch => {
+                    self.release(slot, tenant);
                 }
                 _ => self.finishing.push(slot),
             }
         }
     }
 
-    fn release(&mut self, slot: SlotId, request: RequestId) {
+    fn release(&mut self, slot: SlotId, tenant: Tenant) {
         self.states[slot.position()] = SlotState::Free;
-        self.by_request.remove(&request);
+        self.by_tenant.remove(&tenant);
         self.set_free_bit(slot, true);
     }
 
@@ -271,25 +298,25 @@ impl Table {
             if (bit & 1 == 1) != (*state == SlotState::Free) {
                 return Err(format!("slot {index}: free bit {} for {state:?}", bit & 1));
             }
-            let (SlotState::InUse { request } | SlotState::Finishing { request, .. }) = *state
-            else {
+            let (SlotState::InUse { tenant } | SlotState::Finishing { tenant, .. }) = *state else {
                 continue;
             };
             held += 1;
-            if self.by_request.get(&request).map(|slot| slot.position()) != Some(index) {
+            if self.by_tenant.get(&tenant).map(|slot| slot.position()) != Some(index) {
                 return Err(format!(
                     "slot {index}: request {} points elsewhere",
-                    request.0
+                    tenant.1.0
                 ));
             }
             if let SlotState::Finishing { fence, .. } = *state
-                && (fence <= self.retired || !self.finishing.iter().any(|s| s.position() == index))
+                && (fence <= self.retired[tenant.0]
+                    || !self.finishing.iter().any(|s| s.position() == index))
             {
                 return Err(format!("slot {index}: finishing behind a retired step"));
             }
         }
         let stats = self.stats();
-        if held != self.by_request.len()
+        if held != self.by_tenant.len()
             || held != (stats.in_use + stats.finishing) as usize
             || stats.free as usize + held != self.states.len()
         {

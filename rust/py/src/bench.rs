@@ -1,7 +1,6 @@
 //! Times of the core's own operations, measured inside Rust so that no call overhead is in them.
 
 use std::hint::black_box;
-use std::sync::Arc;
 use std::time::Duration;
 
 use headrace_core as core;
@@ -29,7 +28,7 @@ pub(crate) fn bench_core(py: Python<'_>, rows: u32, repeat: usize) -> PyResult<B
 type Times = Vec<(&'static str, Vec<u64>)>;
 
 fn run(rows: u32, repeat: usize) -> core::Result<Times> {
-    let slots = Arc::new(core::SlotAllocator::new(rows)?);
+    let slots = core::SlotAllocator::new(rows)?;
     let mut slot_pair = Vec::new();
     for _ in 0..repeat {
         let pairs = 1000;
@@ -49,7 +48,7 @@ fn run(rows: u32, repeat: usize) -> core::Result<Times> {
         vocab_size: 1 << 16,
         policy: core::Policy::Fcfs,
     };
-    let scheduler = core::Scheduler::new(config, slots)?;
+    let scheduler = core::Scheduler::new(config, &slots)?;
     let mut specs: Vec<core::RequestSpec> = (0..u64::from(rows))
         .map(|id| core::RequestSpec {
             id: Some(core::RequestId(id)),

@@ -30,7 +30,6 @@ pub(crate) struct StepPlan {
 
 #[pyclass(frozen, get_all, module = "headrace._core")]
 pub(crate) struct SamplingRows {
-    all_greedy: bool,
     temperature: Array<f32>,
     top_k: Array<i32>,
     top_p: Array<f32>,
@@ -75,7 +74,6 @@ impl StepPlan {
 impl SamplingRows {
     fn new(py: Python<'_>, rows: core::SamplingRows) -> Self {
         Self {
-            all_greedy: rows.all_greedy,
             temperature: array(py, rows.temperature),
             top_k: array(py, rows.top_k),
             top_p: array(py, rows.top_p),

@@ -50,8 +50,7 @@ impl Scheduler {
             policy: convert::policy(py, policy)?,
         };
         let home = Home::here();
-        let slots = slots.inner.clone();
-        let inner = Arc::new(py.enter(home, || core::Scheduler::new(config, slots))?);
+        let inner = Arc::new(py.enter(home, || core::Scheduler::new(config, &slots.inner))?);
         exit::watch(&inner);
         Ok(Self { inner, home })
     }

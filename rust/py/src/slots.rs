@@ -1,7 +1,5 @@
 //! `SlotAllocator` for Python.
 
-use std::sync::Arc;
-
 use headrace_core as core;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -14,7 +12,7 @@ type DumpRow = (u32, u64, Option<u64>, Option<u64>);
 
 #[pyclass(frozen, module = "headrace._core")]
 pub(crate) struct SlotAllocator {
-    pub(crate) inner: Arc<core::SlotAllocator>,
+    pub(crate) inner: core::SlotAllocator,
     home: Home,
 }
 
@@ -23,7 +21,7 @@ impl SlotAllocator {
     #[new]
     fn new(py: Python<'_>, total: u32) -> PyResult<Self> {
         let home = Home::here();
-        let inner = Arc::new(py.enter(home, || core::SlotAllocator::new(total))?);
+        let inner = py.enter(home, || core::SlotAllocator::new(total))?;
         Ok(Self { inner, home })
     }
 

@@ -17,13 +17,13 @@ fn scheduler(slots: u32) -> Arc<Scheduler> {
     let config = SchedulerConfig {
         max_batch_tokens: 64,
         max_waiting: 4,
-        max_results: 4,
+        max_results: 8,
         max_context: 16,
         vocab_size: 4,
         policy: Policy::Fcfs,
     };
-    let slots = Arc::new(SlotAllocator::new(slots).unwrap());
-    Arc::new(Scheduler::new(config, slots).unwrap())
+    let slots = SlotAllocator::new(slots).unwrap();
+    Arc::new(Scheduler::new(config, &slots).unwrap())
 }
 
 fn submit(s: &Scheduler, id: RequestId) {

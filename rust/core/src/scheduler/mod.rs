@@ -79,17 +79,18 @@ pub enum NextPlan {
 /// Thread-safe scheduler; share it by reference.
 pub struct Scheduler {
     config: SchedulerConfig,
-    slots: Arc<SlotAllocator>,
+    slots: SlotAllocator,
     state: Mutex<State>,
     work: Condvar,
     done: Condvar,
 }
 
 impl Scheduler {
-    /// A scheduler over the slots of `slots`, which it may share with a direct user. Fails with
-    /// `Config`.
-    pub fn new(config: SchedulerConfig, slots: Arc<SlotAllocator>) -> Result<Self> {
-        config.validate()?;
+    /// A scheduler over the slots of a table, through a view of its own: other users of the table
+    /// compete for free slots, no more. Fails with `Config`.
+    pub fn new(config: SchedulerConfig, slots: &SlotAllocator) -> Result<Self> {
+        config.validate(slots.stats().total)?;
+        let slots = slots.share();
         Ok(Self {
             state: Mutex::new(State::new(config.max_results)),
             config,
@@ -105,10 +106,7 @@ impl Scheduler {
     /// nothing is kept then. An id whose result is stored may be used again: the old result goes.
     pub fn submit(&self, spec: RequestSpec, now_ns: u64) -> Result<RequestId> {
         self.config.admit(&spec)?;
-        let id = self
-            .state
-            .lock()
-            .submit(spec, &self.config, &self.slots, now_ns)?;
+        let id = self.state.lock().submit(spec, &self.config, now_ns)?;
         self.work.notify_all();
         Ok(id)
     }
@@ -208,8 +206,8 @@ impl Scheduler {
         self.state.lock().stats()
     }
 
-    /// The slot table.
-    pub fn slots(&self) -> &Arc<SlotAllocator> {
+    /// Its view of the slot table.
+    pub fn slots(&self) -> &SlotAllocator {
         &self.slots
     }
 
@@ -226,7 +224,7 @@ impl Scheduler {
 }
 
 impl SchedulerConfig {
-    fn validate(&self) -> Result<()> {
+    fn validate(&self, slots: u32) -> Result<()> {
         if self.max_batch_tokens == 0 || !self.max_batch_tokens.is_multiple_of(CHUNK_ALIGN) {
             let expected = format!("a multiple of {CHUNK_ALIGN}, at least {CHUNK_ALIGN}");
             return Err(Error::config(
@@ -237,13 +235,18 @@ impl SchedulerConfig {
         }
         let positive = [
             ("max_waiting", self.max_waiting),
-            ("max_results", self.max_results),
             ("vocab_size", self.vocab_size as usize),
         ];
         for (field, value) in positive {
             if value == 0 {
                 return Err(Error::config(field, value, "at least 1"));
             }
+        }
+        // All requests may end at once, by `close`, and each must find its result.
+        let live = self.max_waiting.saturating_add(slots as usize);
+        if self.max_results < live {
+            let expected = format!("at least max_waiting plus the slots, which is {live}");
+            return Err(Error::config("max_results", self.max_results, expected));
         }
         if self.max_context < 2 || self.max_context > i32::MAX as usize {
             let expected = format!("between 2 and {} tokens", i32::MAX);

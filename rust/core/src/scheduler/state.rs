@@ -125,12 +125,11 @@ impl State {
         &mut self,
         spec: RequestSpec,
         config: &SchedulerConfig,
-        slots: &SlotAllocator,
         now_ns: u64,
     ) -> Result<RequestId> {
         self.check_open()?;
         if let Some(id) = spec.id
-            && self.is_taken(id, slots)
+            && self.is_live(id)
         {
             return Err(Error::DuplicateRequest { id });
         }
@@ -140,7 +139,7 @@ impl State {
                 max_waiting: config.max_waiting,
             });
         }
-        let id = spec.id.unwrap_or_else(|| self.unused_id(slots));
+        let id = spec.id.unwrap_or_else(|| self.unused_id());
         let class = match config.policy {
             Policy::Fcfs => PriorityClass::High,
             Policy::Priority => spec.class,
@@ -166,17 +165,11 @@ impl State {
         Ok(id)
     }
 
-    /// Live, or owner of a slot that a direct user of the table took: its admission could not get
-    /// one, and it would block the queue.
-    fn is_taken(&self, id: RequestId, slots: &SlotAllocator) -> bool {
-        self.keys.contains_key(&id) || slots.slot_of(id).is_some()
-    }
-
-    fn unused_id(&mut self, slots: &SlotAllocator) -> RequestId {
+    fn unused_id(&mut self) -> RequestId {
         loop {
             let id = RequestId(self.next_auto_id);
             self.next_auto_id = self.next_auto_id.wrapping_add(1);
-            if !self.is_taken(id, slots) && self.results.get(id).is_none() {
+            if !self.is_live(id) && self.results.get(id).is_none() {
                 return id;
             }
         }

@@ -22,7 +22,7 @@ fn config() -> SchedulerConfig {
     SchedulerConfig {
         max_batch_tokens: 128,
         max_waiting: 100,
-        max_results: 100,
+        max_results: 10_000,
         max_context: 1000,
         vocab_size: 100,
         policy: Policy::Fcfs,
@@ -30,7 +30,7 @@ fn config() -> SchedulerConfig {
 }
 
 fn scheduler(slots: u32, config: SchedulerConfig) -> Scheduler {
-    Scheduler::new(config, Arc::new(SlotAllocator::new(slots).unwrap())).unwrap()
+    Scheduler::new(config, &SlotAllocator::new(slots).unwrap()).unwrap()
 }
 
 /// A request for `max_tokens` tokens after a prompt of `prompt` tokens.

@@ -165,7 +165,7 @@ fn id_reused_while_its_old_row_flies_gets_none_of_its_tokens() {
 }
 
 #[test]
-fn given_ids_avoid_live_finished_and_slot_holding_ones() {
+fn given_ids_avoid_live_and_finished_ones() {
     let s = scheduler(2, config());
     let auto = || {
         let mut unnamed = spec(0, 1, 1);
@@ -175,24 +175,23 @@ fn given_ids_avoid_live_finished_and_slot_holding_ones() {
     s.put(spec(0, 1, 1));
     s.step(1);
     s.put(spec(1, 1, 1));
-    s.slots().allocate(RequestId(2)).unwrap();
-    assert_eq!((auto(), auto()), (3, 4));
+    assert_eq!((auto(), auto()), (2, 3));
 }
 
 #[test]
-fn id_that_holds_a_slot_directly_is_refused_and_blocks_nobody() {
+fn another_user_of_the_table_competes_for_slots_but_cannot_touch_ours() {
     let s = scheduler(2, config());
+    let direct = s.slots().share();
     let id = RequestId(5);
-    s.slots().allocate(id).unwrap();
-    assert_eq!(
-        s.submit(spec(5, 1, 1), 0),
-        Err(Error::DuplicateRequest { id })
-    );
+    direct.allocate(id).unwrap();
+    s.put(spec(5, 1, 9));
     s.put(spec(6, 1, 1));
-    assert_eq!(spans(&s.step(1)), [(6, 0, 1)]);
-    s.slots().free(id, None).unwrap();
-    s.put(spec(5, 1, 1));
     assert_eq!(spans(&s.step(1)), [(5, 0, 1)]);
+    direct.retire(Epoch(100));
+    direct.free(id, None).unwrap();
+    assert_eq!(direct.free(id, None), Err(Error::UnknownRequest { id }));
+    s.check().unwrap();
+    assert_eq!(spans(&s.step(1)), [(5, 1, 1), (6, 0, 1)]);
 }
 
 #[test]
@@ -397,20 +396,25 @@ fn close_ends_waiting_prefilling_and_decoding_requests() {
 }
 
 #[test]
-fn close_with_more_requests_than_results_keeps_those_with_tokens() {
+fn close_keeps_the_result_of_every_request_in_the_smallest_store() {
     let s = scheduler(
         1,
         SchedulerConfig {
-            max_results: 2,
+            max_waiting: 4,
+            max_results: 5,
             ..config()
         },
     );
-    for id in 0..5 {
+    s.put(spec(0, 1, 9));
+    s.step(1);
+    for id in 1..5 {
         s.put(spec(id, 1, 9));
     }
-    s.step(1);
     s.close("end", FinishReason::Abort, 0);
     assert_eq!(s.result(0).tokens, [1]);
+    for id in 1..5 {
+        assert_eq!(s.result(id).reason, FinishReason::Abort);
+    }
 }
 
 #[test]
@@ -480,8 +484,8 @@ fn limits_that_cannot_work_are_named() {
         ),
     ];
     for (name, config) in bad {
-        let slots = Arc::new(SlotAllocator::new(1).unwrap());
-        match Scheduler::new(config, slots).map(drop) {
+        let slots = SlotAllocator::new(1).unwrap();
+        match Scheduler::new(config, &slots).map(drop) {
             Err(Error::Config { field, .. }) => assert_eq!(field, name),
             other => panic!("{name}: {other:?}"),
         }

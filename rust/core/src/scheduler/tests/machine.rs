@@ -176,17 +176,17 @@ impl ReferenceStateMachine for Reference {
         (
             1..=8usize,
             1..=12usize,
-            1..=20usize,
+            0..=15usize,
             max_context,
             policy,
             1..=9u32,
         )
             .prop_map(
-                |(blocks, max_waiting, max_results, max_context, policy, slots)| {
+                |(blocks, max_waiting, spare_results, max_context, policy, slots)| {
                     let config = SchedulerConfig {
                         max_batch_tokens: blocks * CHUNK_ALIGN,
                         max_waiting,
-                        max_results,
+                        max_results: max_waiting + slots as usize + spare_results,
                         max_context,
                         vocab_size: VOCAB,
                         policy,
