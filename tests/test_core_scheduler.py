@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import hypothesis.strategies as st
 import numpy as np
@@ -486,3 +487,25 @@ def test_context_end_gives_exactly_what_is_left():
             pass
         result = scheduler.take_result(0)
         assert (result.finish_reason, len(result.token_ids)) == ("length", CONTEXT - prompt)
+
+
+def _anonymous_bytes():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    return sum(int(fields[name].split()[0]) for name in ("RssAnon", "VmSwap")) * 1024
+
+
+def test_memory_stays_flat_over_a_hundred_thousand_requests():
+    """LEK-01, LEK-02: results nobody polls included; bound of 100 bytes a request."""
+    scheduler = make_scheduler(slots=16, max_results=300, max_waiting=256)
+    spec = SamplingSpec(max_tokens=1)
+    used = []
+    for _ in range(2):
+        for _ in range(50_000 // 16):
+            for _ in range(16):
+                scheduler.submit([1, 2, 3], spec)
+            run_step(scheduler)
+        used.append(_anonymous_bytes())
+    assert used[1] - used[0] < 100 * 50_000
+    stats = scheduler.stats()
+    assert (stats["waiting"], stats["running"], stats["results"]) == (0, 0, 300)

@@ -62,7 +62,7 @@ def _add_latency(benches: "Commands") -> None:
         "--max-batch-size (8), in turns.",
     )
     add_count_option(parser, "--prompt-len", "-npp", default=128, text="tokens of the prompt")
-    add_count_option(parser, "--gen-len", "-ntg", default=64, text="tokens to generate", least=2)
+    add_count_option(parser, "--gen-len", "-ntg", default=64, text="tokens to generate", least=16)
     add_count_option(parser, "--repeat", default=5, text="measured runs of each engine")
     add_count_option(parser, "--warmup", default=1, text="runs before them", least=0)
     add_output_option(parser)
