@@ -11,7 +11,10 @@ BAD_VALUES = {
     "model": ["", "  ", None, 5],
     "device": ["gpu", "cuda:-1", "cuda:x", "CPU", "cuda:", None, 0],
     "dtype": ["fp16", "int8", None],
-    "kv_dtype": ["fp8", "fp8_e4m3", "int8", "turboquant4", "half", None],
+    "kv_dtype": ["fp16", "int4", "turboquant4", "half", None],
+    "fp8_block": [32, -1, True, "64", None],
+    "int8_rotate": [1, "on", None],
+    "fp8_weights": ["drop", None, True],
     "max_batch_size": [0, 257, -1, 1.0, True, None, "4"],
     "max_context": [0, 1, -5, 2**31, 8.0, True],
     "max_batch_tokens": [0, 63, 65, 100, 2**20 + 64, 512.0, True],
@@ -32,6 +35,9 @@ FLIPS = {
     "device": ("cpu", "cpu"),
     "dtype": ("bfloat16", "bfloat16"),
     "kv_dtype": ("float32", "float32"),
+    "fp8_block": ("64", 64),
+    "int8_rotate": ("on", True),
+    "fp8_weights": ("dequantize", "dequantize"),
     "max_batch_size": ("8", 8),
     "max_context": ("4096", 4096),
     "max_batch_tokens": ("1024", 1024),
@@ -44,6 +50,11 @@ FLIPS = {
     "skip_tokenizer": ("true", True),
     "cache_dir": ("/models", "/models"),
     "num_threads": ("2", 2),
+}
+# What must be set beside a field for it to mean something.
+PARTNERS = {
+    "fp8_block": {"kv_dtype": "fp8_e4m3"},
+    "int8_rotate": {"kv_dtype": "int8_per_token_head"},
 }
 VARIABLES = [(row.name, variable) for row in option_table() for variable in row.variables]
 
@@ -69,8 +80,9 @@ def test_variable_changes_its_field_and_only_that(name, variable):
     """REQ-07."""
     text, expected = FLIPS[name]
     base = {} if name == "model" else {"HEADRACE_MODEL": "m"}
-    config = EngineConfig.from_env({**base, variable: text})
-    plain = EngineConfig(model="m")
+    partners = PARTNERS.get(name, {})
+    config = EngineConfig.from_env({**base, variable: text}, **partners)
+    plain = EngineConfig(model="m", **partners)
     assert getattr(config, name) == expected != getattr(plain, name)
     others = [field for field in EngineConfig.__dataclass_fields__ if field not in (name, "model")]
     assert all(getattr(config, field) == getattr(plain, field) for field in others)
@@ -83,9 +95,8 @@ def test_explicit_argument_wins(name, variable):
     default = getattr(EngineConfig(model="m"), name)
     explicit = {"model": "m", name: default}
     assert getattr(EngineConfig.from_env({variable: text}, **explicit), name) == default
-    assert EngineConfig.from_env({}, **{"model": "m", name: expected}) == EngineConfig(
-        **{"model": "m", name: expected}
-    )
+    options = {"model": "m", **PARTNERS.get(name, {}), name: expected}
+    assert EngineConfig.from_env({}, **options) == EngineConfig(**options)
 
 
 @pytest.mark.parametrize(("alias", "name"), ALIASES.items())
@@ -170,8 +181,13 @@ def test_kv_type_other_than_the_models_is_a_contradiction():
     assert EngineConfig(model="m", kv_dtype="float16").kv_dtype == "float16"
     with pytest.raises(ConfigError, match=r"kv_dtype='float16' with dtype='float32'"):
         EngineConfig(model="m", dtype="float32", kv_dtype="float16")
-    with pytest.raises(ConfigError, match="not supported by this build"):
-        EngineConfig(model="m", kv_dtype="fp8")
+    for options in (
+        {"fp8_block": 64},
+        {"fp8_block": 64, "kv_dtype": "int8_per_token_head"},
+        {"int8_rotate": True, "kv_dtype": "fp8_e4m3"},
+    ):
+        with pytest.raises(ConfigError, match="belongs to kv_dtype"):
+            EngineConfig(model="m", **options)
 
 
 @pytest.mark.parametrize(("value", "stored"), [(True, "on"), (False, "off"), ("auto", "auto")])

@@ -12,7 +12,7 @@ import kv_reference as reference
 from headrace.errors import ConfigError
 from headrace.kv.codecs import CODEBOOK, THRESHOLDS, decode, encode, sanitise, up16
 from headrace.kv.formats import parse_kv_format
-from headrace.kv.rotation import fwht, rotate, sign_vector, sign_words, tree_sum, unrotate
+from headrace.kv.rotation import fwht, rotate, sign_vector, sign_words, sqrt_rn, tree_sum, unrotate
 from kv_cases import (
     FP8,
     FP8_64,
@@ -215,6 +215,21 @@ def test_bytes_equal_the_reference_for_random_vectors(data):
     assert_equals_reference(kv_format, distribution(kind, 1, head_dim, seed) * scale)
 
 
+def test_arithmetic_is_correctly_rounded():
+    """What the codecs take from torch, against numpy on any bits; torch's own sqrt would fail."""
+    rng = np.random.default_rng(0)
+    a, b = rng.integers(0, 0x7F800000, (2, 200_000), dtype=np.uint32).view(np.float32)
+    x, y = torch.from_numpy(a), torch.from_numpy(b)
+    with np.errstate(over="ignore", divide="ignore"):
+        expected = [a + b, a - b, a * b, a / b, np.sqrt(a), a.astype(np.float16).astype(np.float32)]
+    results = [x + y, x - y, x * y, x / y, sqrt_rn(x), x.half().float()]
+    for result, reference_values in zip(results, expected, strict=True):
+        assert np.array_equal(result.numpy(), reference_values)
+    # A root that torch 2.11 rounds to the wrong side on a CPU.
+    value = torch.tensor([float.fromhex("0x1.5529f4p+10")])
+    assert sqrt_rn(value).item() == float.fromhex("0x1.2787acp+5")
+
+
 def test_up16_is_the_least_half_not_below():
     every = torch.arange(1, 0x7C00, dtype=torch.int16).view(torch.float16).float()
     assert torch.equal(up16(every).float(), every)
@@ -252,6 +267,21 @@ def test_a_value_on_a_threshold_takes_the_lower_code():
     assert codes[0] == 15
     assert set(codes[1:]) == {7}
     assert scale.item() > 0
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "seeds"),
+    [
+        (64, (943478, 9467, 49647)),
+        (128, (942, 5630, 22713)),
+        (256, (259275, 470616, 1571, 47756, 78946)),
+    ],
+)
+def test_sums_follow_the_tree(head_dim, seeds):
+    """Vectors found by search: another order of the norm or of the fit gives other bytes."""
+    words = np.array([reference.splitmix(head_dim, seed) for seed in seeds], dtype=np.uint64)
+    x = ((words >> np.uint64(40)).astype(np.float32) - 2**23) / 2**21
+    assert_equals_reference(K8V4, torch.from_numpy(x))
 
 
 @every_head_dim

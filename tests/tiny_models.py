@@ -1,5 +1,6 @@
 """Small random models built with transformers, and short ways to make batches and run them."""
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,12 +9,15 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
 
 from headrace.backends.torch_ops import TorchBackend
 from headrace.kv.slots import SlotKVCache
+from headrace.kv.state import StatePool
 from headrace.loading.build import load_model
 from headrace.loading.resolve import resolve_model
 from headrace.models.batch import ForwardBatch, PrefillSegment
@@ -60,6 +64,46 @@ _SHAPES = {
 }
 TINY_NAMES = tuple(_SHAPES)
 
+_LINEAR = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
+_HYBRID_SHAPES = {
+    "tiny_hybrid": _LINEAR
+    | {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e6,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [3, 3, 2],
+        },
+    },
+    # The ratios of the 27B model: 6 query heads a KV head, 3 value heads a key head.
+    "tiny_hybrid_27": _LINEAR
+    | {
+        "hidden_size": 512,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 12,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [11, 11, 10],
+        },
+    },
+}
+HYBRID_NAMES = tuple(_HYBRID_SHAPES)
+
 
 @dataclass(frozen=True)
 class TinyModel:
@@ -74,6 +118,13 @@ class TinyModel:
 
 def build_tiny(name, folder, seed=0):
     """Build and save one model; every norm weight is noise, as constants would hide bugs."""
+    hf = build_hybrid(name, seed) if name in _HYBRID_SHAPES else _build_dense(name, seed)
+    path = Path(folder) / f"{name}-{seed}"
+    hf.save_pretrained(path)
+    return TinyModel(path, hf)
+
+
+def _build_dense(name, seed):
     torch.manual_seed(seed)
     options = _COMMON | _SHAPES[name]
     hf = (
@@ -86,9 +137,29 @@ def build_tiny(name, folder, seed=0):
         for parameter_name, parameter in hf.named_parameters():
             if "norm" in parameter_name:
                 parameter.copy_(1.0 + 0.2 * torch.randn(parameter.shape))
-    path = Path(folder) / name
-    hf.save_pretrained(path)
-    return TinyModel(path, hf)
+    return hf
+
+
+def hybrid_config(name, **changes):
+    return Qwen3_5TextConfig(**(_COMMON | _HYBRID_SHAPES[name] | changes))
+
+
+def build_hybrid(name, seed=0, **changes):
+    """Build one hybrid model with noise on everything that starts as a constant."""
+    torch.manual_seed(seed)
+    hf = Qwen3_5ForCausalLM(hybrid_config(name, **changes)).eval()
+    add_noise(hf)
+    return hf
+
+
+@torch.no_grad()
+def add_noise(hf):
+    """Norms start as 1, or as 0 for 1 + w, and dt_bias as 1: their wrong use would not show."""
+    for name, parameter in hf.named_parameters():
+        if name.endswith("A_log"):
+            parameter.copy_(torch.empty(parameter.shape).uniform_(0.01, 16).log_())
+        elif "norm" in name or name.endswith(("dt_bias", "conv1d.weight")):
+            parameter.add_(0.2 * torch.randn(parameter.shape))
 
 
 def load(path, *, deterministic=False):
@@ -102,6 +173,15 @@ def make_kv(model, *, slots=8, max_context=512):
     kv.k.fill_(float("nan"))
     kv.v.fill_(float("nan"))
     return kv
+
+
+def make_state(model, *, slots=8):
+    """State pool full of NaN, or None for a dense model."""
+    if model.config.linear is None:
+        return None
+    state = StatePool(model.config, slots=slots, dtype=model.dtype)
+    state.fill_poison()
+    return state
 
 
 def make_batch(decode=(), prefill=()):
@@ -132,6 +212,43 @@ def make_batch(decode=(), prefill=()):
     )
 
 
+def pools(model, slots=8):
+    return make_kv(model, slots=slots), make_state(model, slots=slots)
+
+
+def prefill(model, caches, prompt, slot, cuts=()):
+    """Prefill one prompt in runs that end at `cuts`; returns the last logits `[vocab]`."""
+    edges = [0, *cuts, len(prompt)]
+    for start, end in itertools.pairwise(edges):
+        logits = model.forward(make_batch(prefill=[(prompt[start:end], slot, start)]), *caches)
+    return logits[0]
+
+
+def decode(model, caches, rows):
+    """One step of rows (token, slot, position)."""
+    return model.forward(make_batch(decode=rows), *caches)
+
+
+def slot_bits(caches, slot, length):
+    """Everything that belongs to a request of `length` tokens in a slot."""
+    kv, state = caches
+    return (
+        kv.k[:, slot, :length].clone(),
+        kv.v[:, slot, :length].clone(),
+        state.recurrent[:, slot].clone(),
+        state.conv[:, slot].clone(),
+    )
+
+
+def assert_same_bits(one, other):
+    for a, b in zip(one, other, strict=True):
+        assert torch.equal(a, b)
+
+
+def relative(actual, expected):
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
 def random_prompt(length, seed=0):
     generator = torch.Generator().manual_seed(1000 * seed + length)
     return torch.randint(0, VOCAB, (length,), generator=generator).tolist()
@@ -139,13 +256,14 @@ def random_prompt(length, seed=0):
 
 def greedy(model: DecoderModel, prompts, steps):
     """Greedy tokens of all prompts in one batch, and every step's logits `[steps, B, vocab]`."""
-    kv = make_kv(model, slots=len(prompts))
-    logits = model.forward(make_batch(prefill=[(p, i, 0) for i, p in enumerate(prompts)]), kv)
+    kv, state = make_kv(model, slots=len(prompts)), make_state(model, slots=len(prompts))
+    runs = [(prompt, slot, 0) for slot, prompt in enumerate(prompts)]
+    logits = model.forward(make_batch(prefill=runs), kv, state)
     history = [logits]
     tokens = [[token] for token in logits.argmax(-1).tolist()]
     for step in range(steps - 1):
         rows = [(out[-1], i, len(prompts[i]) + step) for i, out in enumerate(tokens)]
-        logits = model.forward(make_batch(decode=rows), kv)
+        logits = model.forward(make_batch(decode=rows), kv, state)
         history.append(logits)
         for out, token in zip(tokens, logits.argmax(-1).tolist(), strict=True):
             out.append(token)

@@ -27,7 +27,8 @@ MAX_THREADS = 1024
 MAX_U64 = 2**64 - 1
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-_QUANTIZED_KV = re.compile(r"(fp8|int8|int4|turboquant)", re.IGNORECASE)
+# `kv.formats` defines them; named here so that options can be checked without loading torch.
+KV_DTYPES = (*DTYPES, "fp8_e4m3", "fp8", "int8_per_token_head", "turboquant_k8v4")
 _DEVICE = r"auto|cpu|cuda(:(0|[1-9][0-9]{0,2}))?"
 _TRUE = ("1", "true", "on", "yes")
 _FALSE = ("0", "false", "off", "no")
@@ -82,7 +83,12 @@ class EngineConfig:
     model: str = field(metadata={"help": "model name, Hugging Face folder or GGUF file"})
     device: str = _option("auto", "auto | cpu | cuda | cuda:N; auto takes a GPU if there is one")
     dtype: str = _option("auto", "auto | float32 | bfloat16 | float16 for weights and activations")
-    kv_dtype: str = _option("auto", "auto (as dtype), or the same name as dtype")
+    kv_dtype: str = _option(
+        "auto", "auto (as dtype) | fp8_e4m3 | int8_per_token_head | turboquant_k8v4: KV in memory"
+    )
+    fp8_block: int = _option(0, "0 | 64: channels with one scale in an fp8_e4m3 KV; 0 is a head")
+    int8_rotate: bool = _option(False, "rotate vectors before coding them in an int8 KV")
+    fp8_weights: str = _option("keep", "keep | dequantize: FP8 checkpoints in memory")
     max_batch_size: int = _option(1, "requests in one step, 1 to 256; 1 is single-session mode")
     max_context: int | None = _option(
         None, "tokens of prompt and answer of one request; none: the model's limit"
@@ -123,6 +129,7 @@ class EngineConfig:
             object.__setattr__(self, "deterministic", "on" if self.deterministic else "off")
         _check_choice("deterministic", self.deterministic, ("auto", "on", "off"))
         _check_choice("load_format", self.load_format, ("auto", "dummy"))
+        _check_choice("fp8_weights", self.fp8_weights, ("keep", "dequantize"))
         _check_integer("seed", self.seed, 0, MAX_U64)
         _check_bool("skip_tokenizer", self.skip_tokenizer)
         if self.cache_dir is not None:
@@ -131,16 +138,22 @@ class EngineConfig:
             _check_integer("num_threads", self.num_threads, 1, MAX_THREADS, " or None")
 
     def _check_kv_dtype(self) -> None:
-        if _QUANTIZED_KV.match(str(self.kv_dtype)):
+        _check_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
+        _check_bool("int8_rotate", self.int8_rotate)
+        if self.fp8_block not in (0, 64) or isinstance(self.fp8_block, bool):
+            raise _invalid("fp8_block", self.fp8_block, "0 or 64")
+        if self.fp8_block and self.kv_dtype not in ("fp8", "fp8_e4m3"):
+            raise ConfigError(f"fp8_block={self.fp8_block} belongs to kv_dtype fp8_e4m3 only")
+        if self.int8_rotate and self.kv_dtype != "int8_per_token_head":
+            raise ConfigError("int8_rotate belongs to kv_dtype int8_per_token_head only")
+        if (
+            self.kv_dtype in DTYPES
+            and "auto" not in (self.kv_dtype, self.dtype)
+            and self.kv_dtype != self.dtype
+        ):
             raise ConfigError(
-                f"kv_dtype={self.kv_dtype!r}: quantized KV is not supported by this build; "
-                "accepted is auto or the dtype of the model"
-            )
-        _check_choice("kv_dtype", self.kv_dtype, DTYPES)
-        if "auto" not in (self.kv_dtype, self.dtype) and self.kv_dtype != self.dtype:
-            raise ConfigError(
-                f"kv_dtype={self.kv_dtype!r} with dtype={self.dtype!r}: a KV type other than the "
-                "model's is not supported by this build; accepted is auto or the same name"
+                f"kv_dtype={self.kv_dtype!r} with dtype={self.dtype!r}: an unquantised KV has the "
+                "dtype of the model; accepted is auto, the same name or a quantised format"
             )
 
     @classmethod
@@ -274,7 +287,8 @@ def _sources(variables: Mapping[str, str]) -> dict[str, list[str]]:
     return sources
 
 
-_INTEGERS = ("max_batch_size", "max_batch_tokens", "max_waiting", "max_results", "seed")
+_INTEGERS = ("max_batch_size", "max_batch_tokens", "max_waiting", "max_results", "seed", "fp8_block")
+_BOOLEANS = ("skip_tokenizer", "int8_rotate")
 _OPTIONAL_INTEGERS = ("max_context", "num_threads")
 
 
@@ -289,7 +303,7 @@ def _parse(variable: str, name: str, text: str) -> object:
         if not re.fullmatch(r"[+-]?[0-9]{1,20}", text):
             raise ConfigError(f"{variable}={text!r}: accepted is an integer")
         return int(text)
-    if name == "skip_tokenizer":
+    if name in _BOOLEANS:
         return _parse_bool(variable, text)
     if name == "deterministic" and text.lower() in _TRUE + _FALSE:
         return "on" if text.lower() in _TRUE else "off"

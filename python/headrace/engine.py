@@ -15,9 +15,11 @@ import torch
 
 from headrace._core import CHUNK_ALIGN, SamplingSpec, Scheduler, SlotAllocator, StepPlan, build_plan
 from headrace.backends.torch_ops import TorchBackend
-from headrace.config import EngineConfig
+from headrace.config import EngineConfig, checks_enabled
 from headrace.errors import ConfigError, EngineClosed, InvalidRequest, PromptTooLong, UnknownRequest
+from headrace.kv.formats import parse_kv_format
 from headrace.kv.slots import SlotKVCache
+from headrace.kv.state import StatePool
 from headrace.loading.build import LoadedModel, load_model
 from headrace.loading.resolve import resolve_model
 from headrace.request import (
@@ -89,6 +91,7 @@ class Engine:
             backend=self.backend,
             load_format=config.load_format,
             seed=config.seed,
+            fp8_weights=config.fp8_weights,
         )
         self.model_config = loaded.config
         self.max_context = _max_context(config.max_context, loaded.config.max_position)
@@ -100,16 +103,28 @@ class Engine:
             max_context=self.max_context,
             dtype=dtype,
             device=self.device,
+            kv_format=parse_kv_format(
+                config.kv_dtype,
+                fp8_block=config.fp8_block,
+                int8_rotate=config.int8_rotate,
+                model_dtype=dtype,
+            ),
+            checked=checks_enabled(),
         )
+        self.state: StatePool | None = None
+        if loaded.config.linear is not None:
+            self.state = StatePool(
+                loaded.config, slots=config.max_batch_size, dtype=dtype, device=self.device
+            )
         self.slots = SlotAllocator(config.max_batch_size)
-        self.runner = ModelRunner(loaded.model, self.kv)
+        self.runner = ModelRunner(loaded.model, self.kv, self.state)
         self.capabilities = Capabilities(
             supports_batch=config.max_batch_size > 1,
             max_batch_size=config.max_batch_size,
             max_context=self.max_context,
             device=str(self.device),
             dtype=str(dtype).removeprefix("torch."),
-            kv_dtype=str(dtype).removeprefix("torch."),
+            kv_dtype=self.kv.format.label,
             deterministic=deterministic,
         )
         self._forward_lock = threading.Lock()
@@ -164,7 +179,7 @@ class Engine:
         with self._forward_lock:
             if not self._closed:
                 self._closed = True
-                del self.runner, self.kv
+                del self.runner, self.kv, self.state
 
     def __enter__(self) -> "Engine":
         return self

@@ -150,16 +150,20 @@ class LLM:
         messages: Sequence[Mapping[str, object]],
         params: SamplingParams | None = None,
     ) -> RequestOutput:
-        """Answer a conversation, through the model's chat template.
+        """Answer a conversation; `chat_prompt` says how it becomes a prompt."""
+        return self.generate([self.chat_prompt(messages)], params)[0]
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
+        """Token ids of a conversation, through the model's chat template.
 
         messages: `{"role": ..., "content": ...}` each. Raises `InvalidRequest` if the model has no
-        template or refuses the conversation.
+        template or tokenizer, or the template refuses the conversation.
         """
         if self.tokenizer is None:
             raise InvalidRequest("messages: this model was loaded without a tokenizer")
         text = self.tokenizer.apply_chat_template(messages, strftime_now=time.strftime)
-        ids = self.tokenizer.encode(text, add_special=False)
-        return self.generate([ids], params)[0]
+        # The template writes the special tokens itself.
+        return self.tokenizer.encode(text, add_special=False)
 
     def close(self) -> None:
         """End all requests with `abort` and let the model go. Idempotent."""

@@ -9,18 +9,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from headrace.backends.base import PREFILL_TILE
 from headrace.config import MAX_BATCH_SIZE
 from headrace.errors import ConfigError, ModelError
-from headrace.kv.slots import slot_pool_bytes
+from headrace.kv.formats import parse_kv_format
+from headrace.kv.slots import kv_layout
 from headrace.loading.gguf_file import GgufFile
 from headrace.loading.pull import PULLABLE
 from headrace.loading.resolve import resolve_model
 from headrace.loading.safetensors_folder import read_config
 from headrace.models.config import ModelConfig
 from headrace.models.known import KNOWN_CONFIGS
+from headrace.models.tensors import weight_bytes
 
-_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _FLOAT32 = 4
 # What `sampling` takes per vocabulary entry of a row, and how many rows go through it at once
 # (`sampling.ROWS_PER_PASS`: 16 rows of 150k entries take 150 MB).
@@ -79,6 +83,8 @@ def make_plan(
     tp: int = 1,
     dtype: str = "auto",
     kv_dtype: str = "auto",
+    fp8_block: int = 0,
+    int8_rotate: bool = False,
     slots: int = 1,
     context: int | None = None,
     max_batch_tokens: int = 512,
@@ -92,27 +98,26 @@ def make_plan(
     Raises
     ------
     ConfigError
-        `tp` does not divide the model, `context` is beyond its limit, or `kv_dtype` is another than
-        that of the model.
+        `tp` does not divide the model, `context` is beyond its limit, or `kv_dtype` is unknown or
+        cannot store its heads.
     """
     dtype = config.dtype if dtype == "auto" else dtype
-    if kv_dtype not in ("auto", dtype):
-        raise ConfigError(
-            f"kv_dtype={kv_dtype!r} with dtype={dtype!r}: a KV type other than the model's is not "
-            "supported by this build; accepted is auto or the same name"
-        )
+    kv_format = parse_kv_format(
+        kv_dtype, fp8_block=fp8_block, int8_rotate=int8_rotate, model_dtype=_DTYPES[dtype]
+    )
     context = config.max_position if context is None else context
     if context > config.max_position:
         raise ConfigError(
             f"context={context}: {model} was made for at most {config.max_position} tokens"
         )
     rank = rank_config(config, tp)
-    itemsize = _ITEMSIZE[dtype]
-    weights = _rank_parameters(rank, tp) * itemsize
-    state = 0
+    itemsize = _DTYPES[dtype].itemsize
+    weights = _rank_weight_bytes(rank, tp, itemsize)
+    layout = kv_layout(rank, kv_format)
+    state = rank.state_bytes_per_slot(itemsize)
 
     def total(slots: int, context: int) -> int:
-        kv = slot_pool_bytes(rank, slots, context, itemsize)
+        kv = layout.pool_bytes(slots, context)
         workspace = workspace_bytes(rank, slots, context, max_batch_tokens, itemsize)
         return weights + kv + slots * state + workspace
 
@@ -120,14 +125,14 @@ def make_plan(
         model=model,
         tp=tp,
         dtype=dtype,
-        kv_dtype=dtype,
+        kv_dtype=kv_format.label,
         slots=slots,
         context=context,
         weights_bytes=weights,
-        kv_layers=rank.num_layers,
-        kv_bytes_per_token=rank.kv_bytes_per_token(itemsize),
-        kv_bytes_per_slot=slot_pool_bytes(rank, 1, context, itemsize),
-        kv_bytes_total=slot_pool_bytes(rank, slots, context, itemsize),
+        kv_layers=layout.layers,
+        kv_bytes_per_token=layout.bytes_per_token,
+        kv_bytes_per_slot=layout.bytes_per_slot(context),
+        kv_bytes_total=layout.pool_bytes(slots, context),
         state_bytes_per_slot=state,
         workspace_bytes=workspace_bytes(rank, slots, context, max_batch_tokens, itemsize),
         total_bytes=total(slots, context),
@@ -166,6 +171,10 @@ def rank_config(config: ModelConfig, tp: int) -> ModelConfig:
         "num_key_value_heads": config.num_kv_heads,
         "intermediate_size": config.intermediate_size,
     }
+    linear = config.linear
+    if linear is not None:
+        parts["linear_num_key_heads"] = linear.key_heads
+        parts["linear_num_value_heads"] = linear.value_heads
     legal = [
         size
         for size in range(1, config.num_kv_heads + 1)
@@ -181,6 +190,11 @@ def rank_config(config: ModelConfig, tp: int) -> ModelConfig:
         num_heads=config.num_heads // tp,
         num_kv_heads=config.num_kv_heads // tp,
         intermediate_size=config.intermediate_size // tp,
+        linear=None
+        if linear is None
+        else replace(
+            linear, key_heads=linear.key_heads // tp, value_heads=linear.value_heads // tp
+        ),
     )
 
 
@@ -202,12 +216,13 @@ def workspace_bytes(
     return tokens * (stream + max(attention, mlp)) + logits + sampling + mask + rotary
 
 
-def _rank_parameters(rank: ModelConfig, tp: int) -> int:
+def _rank_weight_bytes(rank: ModelConfig, tp: int, itemsize: int) -> int:
     """Weights of one rank: embeddings and norms are whole, an untied head is cut by rows."""
+    total = weight_bytes(rank, itemsize)
     if rank.tie_word_embeddings:
-        return rank.parameter_count
+        return total
     others = (rank.vocab_size - -(-rank.vocab_size // tp)) * rank.hidden_size
-    return rank.parameter_count - others
+    return total - others * itemsize
 
 
 def _largest(limit: int, fits: Callable[[int], bool]) -> int:

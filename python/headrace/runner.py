@@ -1,13 +1,14 @@
 """Runs step plans: one forward for all rows, then one sampled token per row that wants one.
 
-Owns nothing but references to the model and the KV cache. It decides nothing: whatever a step does
-is in its plan.
+Owns nothing but references to the model, the KV cache and, for hybrid models, the state pool. It
+decides nothing: whatever a step does is in its plan.
 """
 
 import torch
 
 from headrace._core import SamplingRows, StepPlan
 from headrace.kv.slots import SlotKVCache
+from headrace.kv.state import StatePool
 from headrace.models.batch import ForwardBatch, PrefillSegment
 from headrace.models.decoder import DecoderModel
 from headrace.sampling import SampleResult, SamplingBatch, sample
@@ -16,14 +17,18 @@ from headrace.sampling import SampleResult, SamplingBatch, sample
 class ModelRunner:
     """Executes plans on one model and one KV cache. Calls must not overlap."""
 
-    def __init__(self, model: DecoderModel, kv: SlotKVCache) -> None:
+    def __init__(
+        self, model: DecoderModel, kv: SlotKVCache, state: StatePool | None = None
+    ) -> None:
         self.model = model
         self.kv = kv
+        self.state = state
 
     def forward(self, plan: StepPlan) -> torch.Tensor:
         """Compute all rows, writing their KV; return float32 logits `[samples, vocab]`."""
         with torch.inference_mode():
-            return self.model.forward(forward_batch(plan, self.kv.device), self.kv)
+            batch = forward_batch(plan, self.kv.device)
+            return self.model.forward(batch, self.kv, self.state)
 
     def execute(self, plan: StepPlan) -> SampleResult:
         """Compute all rows and sample one token for each row that wants one."""

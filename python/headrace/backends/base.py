@@ -10,14 +10,21 @@ from typing import Protocol
 import torch
 
 from headrace.kv.slots import SlotKVCache
+from headrace.layers.block_fp8 import BlockFp8Weight
 
 # Prefill attention works on tiles of query rows aligned at absolute multiples of this number, so
 # that a cut of the prompt there changes no bits.
 PREFILL_TILE = 64
 
+# A matrix `[out, in]` as a checkpoint holds it.
+Weight = torch.Tensor | BlockFp8Weight
+
 
 class Backend(Protocol):
     """Operations of the forward pass. T = tokens of the step, B = decode rows.
+
+    Hk, Hv = key and value heads of a linear layer, dk, dv = their widths. A negative slot is a
+    padding row: no operation reads or writes anything for it, and its result is zero.
 
     deterministic: the bits of a row depend on nothing but its own request.
     supported_dtypes: dtypes the weights and the KV may have.
@@ -28,16 +35,33 @@ class Backend(Protocol):
     deterministic: bool
     supported_dtypes: frozenset[torch.dtype]
 
-    def pack_linear(self, weight: torch.Tensor) -> torch.Tensor:
+    def pack_linear(self, weight: Weight) -> Weight:
         """Return a weight `[out, in]` in the storage `linear` reads fastest; called once."""
         ...
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         """`x [rows, in]` times a packed weight -> `[rows, out]`, accumulated in fp32."""
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Normalise the last axis in fp32, cast to the dtype of x, then multiply by the weight."""
+        ...
+
+    def rms_norm_wide(self, x: torch.Tensor, scale: torch.Tensor, eps: float) -> torch.Tensor:
+        """Normalise the last axis and multiply by `scale [width]` in fp32, then cast once."""
+        ...
+
+    def gated_rms_norm(
+        self, x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Norm of `x [T, Hv, dv]` fp32, cast to the dtype of z, times `weight * silu(z)` in fp32.
+
+        z: `[T, Hv, dv]`; the result has its dtype.
+        """
+        ...
+
+    def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """`x * sigmoid(gate)`, both `[T, n]`, in fp32 and cast once."""
         ...
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -46,15 +70,14 @@ class Backend(Protocol):
 
     def kv_append(
         self,
-        pool_k: torch.Tensor,
-        pool_v: torch.Tensor,
         layer: int,
+        kv: SlotKVCache,
         slots: torch.Tensor,
         positions: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> None:
-        """Write `k, v [T, kv_heads, head_dim]` at (layer, slots[t], positions[t])."""
+        """Store `k, v [T, kv_heads, head_dim]` at (layer, slots[t], positions[t])."""
         ...
 
     def prefill_mask(self, max_start: int, dtype: torch.dtype) -> torch.Tensor:
@@ -91,4 +114,76 @@ class Backend(Protocol):
 
         q and result: `[B, heads, head_dim]`. Never reads beyond a row's own length.
         """
+        ...
+
+    def delta_gates(
+        self, b: torch.Tensor, a: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write strength `beta = sigmoid(b)` and log decay `g = -exp(a_log) softplus(a + dt_bias)`.
+
+        b, a: `[T, Hv]`; a_log, dt_bias: fp32 `[Hv]`. Both results are fp32 `[T, Hv]`.
+        """
+        ...
+
+    def conv_prefill(
+        self,
+        x: torch.Tensor,
+        taps: torch.Tensor,
+        state: torch.Tensor,
+        slot: int,
+        *,
+        has_initial_state: bool,
+    ) -> torch.Tensor:
+        """Causal depthwise convolution of width 4, then silu, over n new tokens of one slot.
+
+        x: `[n, channels]`; taps: fp32 `[channels, 4]`, the last for the token itself; state: one
+        layer of the pool, `[slots, channels, 3]`, the three inputs before x, left as the last three
+        inputs. Without an initial state these are zeros and the memory is not read.
+        """
+        ...
+
+    def conv_step(
+        self, x: torch.Tensor, taps: torch.Tensor, state: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        """One token a row: `x [B, channels]`, `slots [B]` int64, no slot twice.
+
+        The bits of a row are those `conv_prefill` gives for the same token.
+        """
+        ...
+
+    def gated_delta_prefill(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        state: torch.Tensor,
+        slot: int,
+        start: int,
+        *,
+        has_initial_state: bool,
+    ) -> torch.Tensor:
+        """Gated delta rule over n new tokens at positions start..start+n-1, in blocks of 64.
+
+        q, k: `[n, Hk, dk]` as the convolution gives them; their L2 norm and the scale of q are part
+        of this operation. v: `[n, Hv, dv]`; g, beta: `[n, Hv]`; state: one layer of the pool,
+        `[slots, Hv, dv, dk]`, read if there is an initial state and written. Value head i reads key
+        head `i // (Hv / Hk)`. Returns `[n, Hv, dv]` in the dtype of the state.
+
+        Blocks stand at absolute multiples of 64: a cut of the prompt there changes no bits.
+        """
+        ...
+
+    def gated_delta_step(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        state: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """One token a row, shapes as above with B for n; `slots [B]` int64, no slot twice."""
         ...

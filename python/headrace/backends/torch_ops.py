@@ -3,13 +3,16 @@
 Rates quoted here: two cores with AVX-512, fp32, the linears of a 135 M model, torch 2.11.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 
-from headrace.backends.base import PREFILL_TILE
+from headrace.backends.base import PREFILL_TILE, Weight
+from headrace.backends.torch_delta import DeltaInputs, conv_window, delta_chunks, delta_step
 from headrace.kv.slots import SlotKVCache
+from headrace.layers.block_fp8 import BlockFp8Weight
 
 # Rows of one product in deterministic mode. A product of fixed shape has bits that depend on
 # neither the number of rows in the step nor the place of a row; a plain product does not.
@@ -18,6 +21,8 @@ LINEAR_TILE = 16
 # torch splits pointwise work between threads above this many elements (at::internal::GRAIN_SIZE),
 # at places that depend on the total; vectorised and scalar tails of exp may then differ in bits.
 _POINTWISE_GRAIN = 32_768
+# Elements of two vector registers: what is left of a run beyond a multiple of it is scalar code.
+_POINTWISE_UNIT = 64
 
 
 class TorchBackend:
@@ -34,22 +39,25 @@ class TorchBackend:
         self.device = torch.device(device)
         self.deterministic = deterministic
 
-    def pack_linear(self, weight: torch.Tensor) -> torch.Tensor:
+    def pack_linear(self, weight: Weight) -> Weight:
         """Reorder a weight for oneDNN on a CPU that has it; elsewhere return it as it is.
 
         All linears of one step, plain / packed: 51 / 25 ms at 1 row, 68 / 21 ms at 4, 62 / 25 ms
         at 8. Packed without a row-count hint: a hint of 1 or 8 is 2-3x slower at 16 rows.
+        Codes stay codes: they are there to save memory, and a dense copy would take it back.
         """
-        if not _onednn_takes(weight):
+        if isinstance(weight, BlockFp8Weight) or not _onednn_takes(weight):
             return weight
         packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
         return packed
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """`x [rows, in]` times `weight [out, in]` (plain or packed) -> `[rows, out]`."""
+    def linear(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        """`x [rows, in]` times `weight [out, in]` (plain, packed or codes) -> `[rows, out]`."""
         rows = x.shape[0]
         if rows == 0:
             return x.new_empty((0, weight.shape[0]))
+        if isinstance(weight, BlockFp8Weight):
+            weight = weight.dequantise(x.dtype)
         if not self.deterministic:
             return _product(x, weight)
         padding = -rows % LINEAR_TILE
@@ -60,9 +68,23 @@ class TorchBackend:
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """RMS norm over the last axis: fp32 statistics, cast, then weight."""
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
-        return (wide * scale).to(x.dtype) * weight
+        return _normalised(x.float(), eps).to(x.dtype) * weight
+
+    def rms_norm_wide(self, x: torch.Tensor, scale: torch.Tensor, eps: float) -> torch.Tensor:
+        """RMS norm over the last axis, all of it in fp32."""
+        return (_normalised(x.float(), eps) * scale).to(x.dtype)
+
+    def gated_rms_norm(
+        self, x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Norm before gate: `cast(norm(x)) * weight * silu(z)`, cast once more."""
+        gate = self._pointwise(F.silu, z.flatten(1).float()).view(z.shape)
+        normed = _normalised(x, eps).to(z.dtype)
+        return (normed.float() * weight.float() * gate).to(z.dtype)
+
+    def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """`x * sigmoid(gate)` in fp32."""
+        return (x.float() * self._pointwise(torch.sigmoid, gate.float())).to(x.dtype)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """`[rows, 2 * n]` -> `silu(gate) * up`, `[rows, n]`."""
@@ -74,17 +96,18 @@ class TorchBackend:
 
     def kv_append(
         self,
-        pool_k: torch.Tensor,
-        pool_v: torch.Tensor,
         layer: int,
+        kv: SlotKVCache,
         slots: torch.Tensor,
         positions: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> None:
         """Write the new keys and values of all tokens of the step for one layer."""
-        pool_k[layer].index_put_((slots, positions), k)
-        pool_v[layer].index_put_((slots, positions), v)
+        live = slots >= 0
+        if not live.all():
+            slots, positions, k, v = slots[live], positions[live], k[live], v[live]
+        kv.append(layer, slots, positions, k, v)
 
     def prefill_mask(self, max_start: int, dtype: torch.dtype) -> torch.Tensor:
         """Additive mask `[64, max_start + 64]`: zeros, and a causal triangle in the last 64.
@@ -114,7 +137,8 @@ class TorchBackend:
         end = start + q.shape[0]
         max_start = mask.shape[1] - PREFILL_TILE
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        queries = q.transpose(0, 1).unsqueeze(0)  # [1, Hq, n, D]
+        queries = kv.queries(q).transpose(0, 1).unsqueeze(0)  # [1, Hq, n, D]
+        mask = mask.to(queries.dtype)
         for tile_start in range(start - start % PREFILL_TILE, end, PREFILL_TILE):
             tile_end = min(tile_start + PREFILL_TILE, end)
             first = max(tile_start, start)
@@ -130,7 +154,7 @@ class TorchBackend:
                 ],
                 enable_gqa=True,
             )
-            out[rows] = tile[0].transpose(0, 1)
+            out[rows] = kv.outputs(tile[0].transpose(0, 1))
         return out
 
     def attention_decode(
@@ -147,16 +171,118 @@ class TorchBackend:
         22 at 128, against 18 and 28 with the grouped-query flag (9 heads over 3).
         """
         rows, heads, head_dim = q.shape
-        kv_heads = kv.k.shape[3]
-        grouped = q.view(rows, 1, kv_heads, heads // kv_heads, head_dim)
+        kv_heads = kv.kv_heads
+        grouped = kv.queries(q).view(rows, 1, kv_heads, heads // kv_heads, head_dim)
         out = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=q.device)
         for row, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
+            if slot < 0:
+                out[row] = 0.0
+                continue
             k, v = kv.view(layer, slot, length)
             attended = F.scaled_dot_product_attention(
                 grouped[row], k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
             )
-            out[row] = attended.view(heads, head_dim)
+            out[row] = kv.outputs(attended.view(heads, head_dim))
         return out
+
+    def delta_gates(
+        self, b: torch.Tensor, a: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`sigmoid(b)` and `-exp(a_log) * softplus(a + dt_bias)` in fp32."""
+        beta = self._pointwise(torch.sigmoid, b.float())
+        return beta, -a_log.exp() * self._pointwise(F.softplus, a.float() + dt_bias)
+
+    def conv_prefill(
+        self,
+        x: torch.Tensor,
+        taps: torch.Tensor,
+        state: torch.Tensor,
+        slot: int,
+        *,
+        has_initial_state: bool,
+    ) -> torch.Tensor:
+        """Convolution and silu over n tokens of one slot; keeps the last three inputs."""
+        width = state.shape[2]
+        history = state[slot].T if has_initial_state else x.new_zeros((width, x.shape[1]))
+        out = self._pointwise(F.silu, conv_window(history, x, taps)).to(x.dtype)
+        # A run shorter than the window leaves some of the inputs before it in the state.
+        state[slot] = torch.cat((history, x[-width:]))[-width:].T
+        return out
+
+    def conv_step(
+        self, x: torch.Tensor, taps: torch.Tensor, state: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        """Convolution and silu of one token a row."""
+        live = slots >= 0
+        tokens, slots = x[live], slots[live]
+        history = state[slots].mT  # [B, 3, channels]
+        out = torch.zeros_like(x)
+        window = conv_window(history, tokens.unsqueeze(1), taps).squeeze(1)
+        out[live] = self._pointwise(F.silu, window).to(x.dtype)
+        state[slots] = torch.cat((history[:, 1:], tokens.unsqueeze(1)), dim=1).mT
+        return out
+
+    def gated_delta_prefill(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        state: torch.Tensor,
+        slot: int,
+        start: int,
+        *,
+        has_initial_state: bool,
+    ) -> torch.Tensor:
+        """Blocks of 64 at absolute multiples of 64, one after the other."""
+        before = state[slot] if has_initial_state else torch.zeros_like(state[slot])
+        out, after = delta_chunks(DeltaInputs(q, k, v, g, beta), before, start)
+        state[slot] = after
+        return out
+
+    def gated_delta_step(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        state: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """All rows at once, or one at a time in deterministic mode: its products have one shape."""
+        live = slots >= 0
+        inputs = DeltaInputs(q[live], k[live], v[live], g[live], beta[live])
+        slots = slots[live]
+        out = torch.zeros(v.shape, dtype=state.dtype, device=v.device)
+        size = 1 if self.deterministic else max(1, slots.shape[0])
+        parts = []
+        for first in range(0, slots.shape[0], size):
+            rows = slots[first : first + size]
+            part, state[rows] = delta_step(inputs.rows(first, first + size), state[rows])
+            parts.append(part)
+        if parts:
+            out[live] = torch.cat(parts)
+        return out
+
+    def _pointwise(
+        self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
+    ) -> torch.Tensor:
+        """Apply a function with an exponential in it to `x [rows, width]`, fp32.
+
+        Deterministic: in blocks of whole vectors below the grain, so that every element is computed
+        by the same vector code wherever its row stands.
+        """
+        if not self.deterministic:
+            return function(x)
+        rows, width = x.shape
+        x = x.contiguous()  # a strided run would be cut into other vectors
+        unit = _POINTWISE_UNIT // math.gcd(width, _POINTWISE_UNIT)  # rows of whole vectors
+        if rows % unit:
+            x = F.pad(x, (0, 0, 0, -rows % unit))
+        block = max(1, _POINTWISE_GRAIN // (width * unit)) * unit
+        return torch.cat([function(part) for part in torch.split(x, block)])[:rows]
 
 
 def _onednn_takes(weight: torch.Tensor) -> bool:
@@ -165,6 +291,10 @@ def _onednn_takes(weight: torch.Tensor) -> bool:
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return weight.dtype == torch.float32
+
+
+def _normalised(x: torch.Tensor, eps: float) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True).add_(eps))
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

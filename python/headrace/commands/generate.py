@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import json
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -79,7 +78,9 @@ def run(args: argparse.Namespace) -> int:
     params = SamplingParams.from_dict(given)
     # Every field is given, so the variables are not read a second time.
     with LLM(**dataclasses.asdict(config)) as llm:
-        inputs = [_chat_ids(llm, prompt) for prompt in prompts] if args.chat else prompts
+        inputs: list[str | list[int]] = [*prompts]
+        if args.chat:
+            inputs = [llm.chat_prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
         if args.output == "text" and len(prompts) == 1:
             outputs = [_stream(llm, inputs[0], params)]
         else:
@@ -100,16 +101,6 @@ def _prompts(given: list[str] | None, stdin: TextIO) -> list[str]:
     if not text:
         raise InvalidRequest("prompt: standard input is empty")
     return [text]
-
-
-def _chat_ids(llm: "LLM", prompt: str) -> list[int]:
-    if llm.tokenizer is None:
-        raise InvalidRequest("--chat: this model was loaded without a tokenizer")
-    text = llm.tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}], strftime_now=time.strftime
-    )
-    # The template writes the special tokens itself.
-    return llm.tokenizer.encode(text, add_special=False)
 
 
 def _stream(llm: "LLM", prompt: str | Sequence[int], params: "SamplingParams") -> "RequestOutput":

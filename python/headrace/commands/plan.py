@@ -41,6 +41,10 @@ def add(commands: "Commands") -> None:
     parser.add_argument(
         "--kv-dtype", default="auto", action=Once, help="keys and values; auto is as weights"
     )
+    parser.add_argument(
+        "--fp8-block", type=integer(0), default=0, action=Once, help="0 | 64, of an fp8 KV"
+    )
+    parser.add_argument("--int8-rotate", action="store_true", help="of an int8 KV")
     add_count_option(parser, "--slots", default=1, text="requests that run at once")
     parser.add_argument(
         "--context",
@@ -69,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
         model=args.model,
         dtype=args.dtype,
         kv_dtype=args.kv_dtype,
+        fp8_block=args.fp8_block,
+        int8_rotate=args.int8_rotate,
         max_batch_size=args.slots,
         max_context=args.context,
     )
@@ -78,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
         tp=args.tp,
         dtype=config.dtype,
         kv_dtype=config.kv_dtype,
+        fp8_block=config.fp8_block,
+        int8_rotate=config.int8_rotate,
         slots=config.max_batch_size,
         context=config.max_context,
         max_batch_tokens=config.max_batch_tokens,

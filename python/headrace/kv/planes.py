@@ -18,7 +18,7 @@ import torch
 from headrace.errors import ConfigError
 from headrace.kv.codecs import check_finite, decode, encode
 from headrace.kv.formats import KVLayout, Plane, Which
-from headrace.kv.slots import available_bytes
+from headrace.kv.memory import available_bytes
 
 PLANE_ALIGNMENT = 256  # bytes; what copies and vector loads want
 POISON = 0xFF  # NaN in every float dtype of a plane

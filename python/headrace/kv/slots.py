@@ -1,30 +1,42 @@
-"""Fixed-slot KV pools: one slot holds the keys and values of one request over all layers.
+"""Fixed-slot KV cache: one slot holds the keys and values of one request over all layers.
 
-Owns the two pool tensors; who holds which slot is the scheduler's business. The pools are not
-initialised, so their pages cost nothing before first use and stale memory may hold NaN: whoever
-reads stays within the length of the request.
+A slot is a page of `max_context` tokens of a `PlanePool`, which owns the memory; who holds which
+slot is the scheduler's business. Memory is not initialised, so its pages cost nothing before first
+use and stale rows may hold NaN: whoever reads stays within the length of the request.
 """
-
-import os
-from pathlib import Path
 
 import torch
 
-from headrace.errors import ConfigError
+from headrace.kv.codecs import rotate_queries, unrotate_outputs
+from headrace.kv.formats import AUTO, KVFormat, KVLayout
+from headrace.kv.planes import PlanePool
 from headrace.models.config import ModelConfig
 
-# An index of torch is a signed 64-bit number; a larger pool cannot be addressed.
-_MAX_BYTES = 2**63 - 1
+
+def kv_layout(config: ModelConfig, kv_format: KVFormat) -> KVLayout:
+    """The KV of a model in a format; its sizes are the only source of bytes per token and slot.
+
+    Raises `ConfigError` if the format cannot store the model's heads.
+    """
+    return KVLayout(
+        kv_format=kv_format,
+        layers=config.kv_layers,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+    )
 
 
 class SlotKVCache:
-    """K and V pools `[layers, slots, max_context, kv_heads, head_dim]`.
+    """KV of `slots` requests of up to `max_context` tokens.
+
+    dtype: of the model, and of what `auto` stores. kv_format: `auto` unless given. checked: `append`
+    raises on NaN and infinity.
 
     Raises
     ------
     ConfigError
-        A size is not positive, or the pools do not fit in the memory that is free now. Nothing
-        has been allocated then.
+        A size is not positive, the format cannot store the model's heads, or the pools do not fit
+        in the memory that is free now. Nothing has been allocated then.
     """
 
     def __init__(
@@ -35,57 +47,67 @@ class SlotKVCache:
         max_context: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        kv_format: KVFormat | None = None,
+        checked: bool = False,
     ) -> None:
+        self.format = kv_format or KVFormat(name=AUTO, model_dtype=dtype)
+        self.pool = PlanePool.allocate(
+            kv_layout(config, self.format),
+            pages=slots,
+            page_tokens=max_context,
+            device=device,
+            checked=checked,
+        )
         self.slots = slots
         self.max_context = max_context
+        self.kv_heads = config.num_kv_heads
         self.dtype = dtype
         self.device = torch.device(device)
-        self.bytes_per_token = config.kv_bytes_per_token(dtype.itemsize)
-        self.bytes_total = slot_pool_bytes(config, slots, max_context, dtype.itemsize)
-        available = available_bytes(self.device)
-        if self.bytes_total > available:
-            raise ConfigError(
-                f"KV pools need {self.bytes_total:,} bytes ({slots} slots x {max_context} tokens x "
-                f"{self.bytes_per_token:,} bytes), {available:,} are free on {self.device}; lower "
-                f"max_batch_size or max_context"
-            )
-        shape = (config.num_layers, slots, max_context, config.num_kv_heads, config.head_dim)
-        self.k = torch.empty(shape, dtype=dtype, device=self.device)
-        self.v = torch.empty(shape, dtype=dtype, device=self.device)
+        self.bytes_per_token = self.pool.bytes_per_token
+        self.bytes_total = self.pool.bytes_total
+
+    @property
+    def k(self) -> torch.Tensor:
+        """Keys (codes, if quantised) `[KV layers, slots, max_context, kv_heads, row]`."""
+        return self.pool.tensors["k"]
+
+    @property
+    def v(self) -> torch.Tensor:
+        """Values (codes, if quantised) `[KV layers, slots, max_context, kv_heads, row]`."""
+        return self.pool.tensors["v"]
+
+    def append(
+        self,
+        layer: int,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> None:
+        """Store `k, v [T, kv_heads, head_dim]` of new tokens, quantised if the format says so."""
+        self.pool.append(layer, slots, positions, k, v)
 
     def view(self, layer: int, slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """First `length` tokens of a slot: views of K and V, `[length, kv_heads, head_dim]`."""
-        return self.k[layer, slot, :length], self.v[layer, slot, :length]
+        """First `length` tokens of a slot, `[length, kv_heads, head_dim]`, as attention reads them.
 
+        `auto`: views of what is stored. Quantised: fp32 values, rotated for rotated formats.
+        """
+        if self.format.quantised:
+            return self.pool.read(layer, slot, length)
+        [k] = self.pool.rows("k", layer, slot, length)
+        [v] = self.pool.rows("v", layer, slot, length)
+        return k, v
 
-def slot_pool_bytes(config: ModelConfig, slots: int, max_context: int, itemsize: int) -> int:
-    """Bytes of both pools, in exact integers.
+    def queries(self, q: torch.Tensor) -> torch.Tensor:
+        """Queries `[..., head_dim]` in the dtype and domain that `view` returns keys in."""
+        return rotate_queries(self.format, q.float()) if self.format.quantised else q
 
-    Raises
-    ------
-    ConfigError
-        A size is not positive, or the result does not fit a signed 64-bit number.
-    """
-    for name, value in (("slots", slots), ("max_context", max_context)):
-        if value <= 0:
-            raise ConfigError(f"{name} must be positive, got {value}")
-    total = slots * max_context * config.kv_bytes_per_token(itemsize)
-    if total > _MAX_BYTES:
-        raise ConfigError(
-            f"{slots} slots x {max_context} tokens need {total:,} bytes, more than 64-bit addresses"
-        )
-    return total
+    def outputs(self, out: torch.Tensor) -> torch.Tensor:
+        """Attention outputs over what `view` returns, back in the model's domain and dtype."""
+        if not self.format.quantised:
+            return out
+        return unrotate_outputs(self.format, out).to(self.dtype)
 
-
-def available_bytes(device: torch.device) -> int:
-    """Memory that can still be allocated on `device`."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    # The kernel's own estimate counts reclaimable file cache as free; sysconf's free pages do not,
-    # and a machine that has just read a checkpoint would look full.
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    def fill_poison(self) -> None:
+        """Fill all memory with 0xFF bytes, to find reads beyond a length."""
+        self.pool.fill_poison()

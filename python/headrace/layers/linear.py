@@ -4,22 +4,38 @@ from collections.abc import Sequence
 
 import torch
 
-from headrace.backends.base import Backend
+from headrace.backends.base import Backend, Weight
+from headrace.layers import block_fp8
+from headrace.layers.block_fp8 import BlockFp8Weight
 
 
 class Linear:
-    """`y = x W^T` with a weight `[out, in]` in the backend's own storage.
+    """`y = x W^T` with a weight `[out, in]`, dense or fp8, in the backend's own storage.
 
-    Several weights over the same input may be fused: they are stacked by rows, and the result has
-    their outputs side by side, in order.
+    Several weights over the same input may be fused: the result has their outputs side by side, in
+    order. They become one matrix where their storage allows it, and stay apart otherwise.
     """
 
-    def __init__(self, weights: Sequence[torch.Tensor], backend: Backend) -> None:
-        dense = weights[0] if len(weights) == 1 else torch.cat(list(weights))
-        self.out_features, self.in_features = dense.shape
-        self.weight = backend.pack_linear(dense)
+    def __init__(self, weights: Sequence[Weight], backend: Backend) -> None:
+        merged = _merged(weights)
+        self.out_features = sum(weight.shape[0] for weight in merged)
+        self.in_features = merged[0].shape[1]
+        self.weights = [backend.pack_linear(weight) for weight in merged]
         self._backend = backend
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[rows, in] -> [rows, out]`, same dtype."""
-        return self._backend.linear(x, self.weight)
+        if len(self.weights) == 1:
+            return self._backend.linear(x, self.weights[0])
+        return torch.cat([self._backend.linear(x, weight) for weight in self.weights], dim=-1)
+
+
+def _merged(weights: Sequence[Weight]) -> list[Weight]:
+    if len(weights) == 1:
+        return list(weights)
+    dense = [weight for weight in weights if isinstance(weight, torch.Tensor)]
+    if len(dense) == len(weights):
+        return [torch.cat(dense)]
+    coded = [weight for weight in weights if isinstance(weight, BlockFp8Weight)]
+    stacked = block_fp8.stack(coded) if len(coded) == len(weights) else None
+    return list(weights) if stacked is None else [stacked]

@@ -1,12 +1,25 @@
-"""RMSNorm with a plain weight, in the rounding order of llama and qwen3."""
+"""RMS norms over the last axis: plain, zero-centred, and gated.
+
+They differ in where they round to the model dtype, and that is what makes them three.
+"""
+
+from typing import Protocol
 
 import torch
 
 from headrace.backends.base import Backend
 
 
+class Norm(Protocol):
+    """Norm of one tensor."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., width] -> [..., width]`, same dtype."""
+        ...
+
+
 class RMSNorm:
-    """Normalise the last axis in fp32, cast to the model dtype, then multiply by the weight."""
+    """Of llama and qwen3: normalise in fp32, cast to the model dtype, then multiply by w."""
 
     def __init__(self, weight: torch.Tensor, eps: float, backend: Backend) -> None:
         self.weight = weight
@@ -16,3 +29,29 @@ class RMSNorm:
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., width] -> [..., width]`, same dtype."""
         return self._backend.rms_norm(x, self.weight, self.eps)
+
+
+class ZeroCentredRMSNorm:
+    """Of hybrid models: normalise and multiply by 1 + w in fp32, then cast once."""
+
+    def __init__(self, weight: torch.Tensor, eps: float, backend: Backend) -> None:
+        self.scale = 1.0 + weight.float()
+        self.eps = eps
+        self._backend = backend
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., width] -> [..., width]`, same dtype."""
+        return self._backend.rms_norm_wide(x, self.scale, self.eps)
+
+
+class GatedRMSNorm:
+    """Of the linear layers: the plain norm of x, times silu(z), over each head."""
+
+    def __init__(self, weight: torch.Tensor, eps: float, backend: Backend) -> None:
+        self.weight = weight
+        self.eps = eps
+        self._backend = backend
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """`x [T, heads, width]` fp32, `z` in the model dtype -> the model dtype."""
+        return self._backend.gated_rms_norm(x, z, self.weight, self.eps)

@@ -1,26 +1,27 @@
 """From a resolved source to a model in memory: read config, check names and shapes, load."""
 
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from headrace.backends.base import Backend
+from headrace.backends.base import Backend, Weight
 from headrace.backends.torch_ops import TorchBackend
-from headrace.errors import CheckpointError, ConfigError, ModelError
+from headrace.errors import ConfigError, ModelError
+from headrace.layers import block_fp8
+from headrace.loading.checkpoint import FP8_WEIGHTS, Checkpoint
 from headrace.loading.gguf_file import GgufFile
 from headrace.loading.gguf_tokenizer import tokenizer_json
 from headrace.loading.resolve import ModelSource
 from headrace.loading.safetensors_folder import SafetensorsFolder, read_chat_template, read_config
 from headrace.models.config import SUPPORTED_DTYPES, ModelConfig
-from headrace.models.decoder import DecoderModel, TensorSource, expected_tensors
+from headrace.models.decoder import DecoderModel
+from headrace.models.quantization import FP8_BLOCK
+from headrace.models.tensors import TensorSource, expected_tensors, may_be_fp8
 
 # Spread of random linear weights, as transformers initialises them.
 _DUMMY_STD = 0.02
-# At most this many names of each kind are listed in an error.
-_LISTED_NAMES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,23 +47,28 @@ def load_model(
     backend: Backend | None = None,
     load_format: str = "auto",
     seed: int = 0,
+    fp8_weights: str = "keep",
 ) -> LoadedModel:
     """Load weights tensor by tensor.
 
     dtype: "auto" is fp32 on a CPU and the dtype of the file elsewhere. backend: default the torch
     reference on `device`. load_format: "dummy" takes only the config of the source and makes
-    random weights from `seed`; they are the same for every device.
+    random weights from `seed`; they are the same for every device. fp8_weights: "keep" leaves the
+    codes of an fp8 checkpoint as they are, "dequantize" makes them dense once, in `dtype`.
 
     Raises
     ------
     ModelError
         The config is not supported.
     CheckpointError
-        Tensors are missing, unexpected, mis-shaped, or a file is damaged. Checked before any
-        weight is read.
+        Tensors or scales are missing, unexpected or mis-shaped, or a file is damaged: checked
+        before any weight is read. Or a weight is NaN or infinite.
     ConfigError
-        `dtype` is unknown, or not supported by the backend, or backend and device differ.
+        `dtype` or `fp8_weights` is unknown, the dtype is not supported by the backend, or backend
+        and device differ.
     """
+    if fp8_weights not in FP8_WEIGHTS:
+        raise ConfigError(f"fp8_weights {fp8_weights!r} is not one of {', '.join(FP8_WEIGHTS)}")
     device = torch.device(device)
     if backend is None:
         backend = TorchBackend(device)
@@ -70,26 +76,25 @@ def load_model(
         raise ConfigError(f"backend is on {backend.device}, device is {device}")
     if source.kind == "dummy" or load_format == "dummy":
         config = _config_of(source)
-        random = _RandomTensors(config, seed)
+        random = _RandomTensors(config, seed, codes=fp8_weights == "keep")
         model = DecoderModel(config, random, resolve_dtype(dtype, config, device), backend)
         return LoadedModel(model, config)
     path = _path_of(source)
     if source.kind == "gguf":
         gguf_file = GgufFile(path)
         config = gguf_file.config()
-        check_tensors(gguf_file.shapes(), config, path)
+        checkpoint = Checkpoint(gguf_file, config)
         return LoadedModel(
-            DecoderModel(config, gguf_file, resolve_dtype(dtype, config, device), backend),
+            DecoderModel(config, checkpoint, resolve_dtype(dtype, config, device), backend),
             config,
             tokenizer_json=tokenizer_json(gguf_file),
             chat_template=gguf_file.metadata("tokenizer.chat_template"),
         )
     config = read_config(path)
-    folder = SafetensorsFolder(path)
-    check_tensors(folder.shapes(), config, path)
+    checkpoint = Checkpoint(SafetensorsFolder(path), config, fp8_weights=fp8_weights)
     tokenizer_path = path / "tokenizer.json"
     return LoadedModel(
-        DecoderModel(config, folder, resolve_dtype(dtype, config, device), backend),
+        DecoderModel(config, checkpoint, resolve_dtype(dtype, config, device), backend),
         config,
         tokenizer_path=tokenizer_path if tokenizer_path.is_file() else None,
         chat_template=read_chat_template(path),
@@ -117,47 +122,27 @@ def resolve_dtype(
     return resolved
 
 
-def check_tensors(actual: Mapping[str, tuple[int, ...]], config: ModelConfig, path: Path) -> None:
-    """Compare the tensors of a file with those its config asks for.
-
-    Raises
-    ------
-    CheckpointError
-        Lists missing, unexpected and mis-shaped tensors.
-    """
-    expected = expected_tensors(config)
-    missing = [name for name in expected if name not in actual]
-    unexpected = [name for name in actual if name not in expected and not _harmless(name, config)]
-    misshaped = [
-        f"{name} is {list(actual[name])}, expected {list(shape)}"
-        for name, shape in expected.items()
-        if name in actual and actual[name] != shape
-    ]
-    problems = [
-        f"{kind}: {_shortened(names)}"
-        for kind, names in (
-            ("missing", missing),
-            ("unexpected", unexpected),
-            ("wrong shape", misshaped),
-        )
-        if names
-    ]
-    if problems:
-        raise CheckpointError(f"{path} does not match its config; {'; '.join(problems)}")
-
-
 class _RandomTensors(TensorSource):
     """Seeded weights; each tensor has a stream of its own, so the order of reading is free."""
 
-    def __init__(self, config: ModelConfig, seed: int) -> None:
+    def __init__(self, config: ModelConfig, seed: int, *, codes: bool) -> None:
+        self._config = config
         self._shapes = expected_tensors(config)
         self._seed = seed
+        self._codes = codes and config.weight_format == FP8_BLOCK
 
-    def get(self, name: str) -> torch.Tensor:
+    def get(self, name: str) -> Weight:
         # The generator of torch looks at the low 32 bits of its seed only.
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed}/{name}".encode()))
-        noise = torch.empty(self._shapes[name]).normal_(0.0, _DUMMY_STD, generator=generator)
-        return noise + 1.0 if "norm" in name else noise
+        shape = self._shapes[name]
+        noise = torch.empty(shape).normal_(0.0, _DUMMY_STD, generator=generator)
+        if "norm" in name and not (
+            self._config.norm_zero_centred and not name.endswith("linear_attn.norm.weight")
+        ):
+            return noise + 1.0
+        if self._codes and may_be_fp8(name, shape):
+            return block_fp8.quantise(noise)
+        return noise
 
 
 def _config_of(source: ModelSource) -> ModelConfig:
@@ -171,16 +156,3 @@ def _path_of(source: ModelSource) -> Path:
     if source.path is None:
         raise ModelError(f"model {source.name!r} has no files")
     return source.path
-
-
-def _harmless(name: str, config: ModelConfig) -> bool:
-    # Old llama files store the rotary frequencies; some tied models store the head a second time.
-    return name.endswith("rotary_emb.inv_freq") or (
-        name == "lm_head.weight" and config.tie_word_embeddings
-    )
-
-
-def _shortened(names: list[str]) -> str:
-    listed = ", ".join(names[:_LISTED_NAMES])
-    more = len(names) - _LISTED_NAMES
-    return f"{listed} and {more} more" if more > 0 else listed

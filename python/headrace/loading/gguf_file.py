@@ -71,6 +71,10 @@ class GgufFile:
             for name, tensor in self._tensors.items()
         }
 
+    def fp8_names(self) -> frozenset[str]:
+        """Names of tensors stored as e4m3 codes: none, as every type of GGUF is dequantised."""
+        return frozenset()
+
     def get(self, name: str) -> torch.Tensor:
         """Return one tensor, dequantised, rows in Hugging Face order.
 

@@ -15,6 +15,7 @@ from headrace.models.config import ModelConfig
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
+_E4M3 = "F8_E4M3"
 
 
 class SafetensorsFolder:
@@ -60,6 +61,14 @@ class SafetensorsFolder:
             name: tuple(self._open[file].get_slice(name).get_shape())
             for name, file in self._file_of.items()
         }
+
+    def fp8_names(self) -> frozenset[str]:
+        """Names of the tensors that are stored as e4m3 codes, from the headers alone."""
+        return frozenset(
+            name
+            for name, file in self._file_of.items()
+            if self._open[file].get_slice(name).get_dtype() == _E4M3
+        )
 
     def _add(self, file: Path) -> None:
         try:

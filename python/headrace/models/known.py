@@ -3,8 +3,12 @@
 Source: the `config.json` of each release, as tabulated in the design notes (models, section 1.3).
 """
 
+from dataclasses import replace
+
 from headrace.errors import ModelError
 from headrace.models.config import ModelConfig
+from headrace.models.hybrid_config import FULL_ATTENTION, LINEAR_ATTENTION, LinearAttention
+from headrace.models.quantization import FP8_BLOCK
 
 _QWEN3_VOCAB = 151_936
 _QWEN3_IM_END = 151_645
@@ -34,6 +38,29 @@ def _qwen3(
     )
 
 
+_QWEN35_27B = ModelConfig(
+    architecture="qwen3_5",
+    vocab_size=248_320,
+    hidden_size=5_120,
+    intermediate_size=17_408,
+    num_layers=64,
+    num_heads=24,
+    num_kv_heads=4,
+    head_dim=256,
+    rms_norm_eps=1e-6,
+    rope_theta=1e7,
+    max_position=262_144,
+    tie_word_embeddings=False,
+    qk_norm=True,
+    eos_token_ids=(248_044, 248_046),
+    dtype="bfloat16",
+    layer_types=(LINEAR_ATTENTION, LINEAR_ATTENTION, LINEAR_ATTENTION, FULL_ATTENTION) * 16,
+    linear=LinearAttention(key_heads=16, value_heads=48, key_head_dim=128, value_head_dim=128),
+    rotary_dim=64,
+    attn_output_gate=True,
+    norm_zero_centred=True,
+)
+
 KNOWN_CONFIGS: dict[str, ModelConfig] = {
     "smollm2-135m": ModelConfig(
         architecture="llama",
@@ -59,6 +86,8 @@ KNOWN_CONFIGS: dict[str, ModelConfig] = {
     "qwen3-8b": _qwen3(layers=36, hidden=4_096, inter=12_288, heads=32, tied=False),
     "qwen3-14b": _qwen3(layers=40, hidden=5_120, inter=17_408, heads=40, tied=False),
     "qwen3-32b": _qwen3(layers=64, hidden=5_120, inter=25_600, heads=64, tied=False),
+    "qwen3.5-27b": _QWEN35_27B,
+    "qwen3.5-27b-fp8": replace(_QWEN35_27B, weight_format=FP8_BLOCK),
 }
 
 
