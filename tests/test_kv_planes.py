@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import kv_reference as reference
 from headrace.bench.kv import bench_kv
-from headrace.errors import ConfigError
-from headrace.kv.codecs import NonFiniteKV, encode
+from headrace.errors import ConfigError, NonFiniteKV
+from headrace.kv.codecs import encode
 from headrace.kv.formats import KVLayout, parse_kv_format, row_offset_bytes
 from headrace.kv.planes import PlanePool
 from kv_cases import AUTO, FORMATS, FP8_64, HEAD_DIMS, K8V4, distribution, every_format

@@ -287,7 +287,14 @@ def _sources(variables: Mapping[str, str]) -> dict[str, list[str]]:
     return sources
 
 
-_INTEGERS = ("max_batch_size", "max_batch_tokens", "max_waiting", "max_results", "seed", "fp8_block")
+_INTEGERS = (
+    "max_batch_size",
+    "max_batch_tokens",
+    "max_waiting",
+    "max_results",
+    "seed",
+    "fp8_block",
+)
 _BOOLEANS = ("skip_tokenizer", "int8_rotate")
 _OPTIONAL_INTEGERS = ("max_context", "num_threads")
 

@@ -57,6 +57,8 @@ class Capabilities:
 class Engine:
     """A loaded model with room for `max_batch_size` requests.
 
+    progress: show on standard error how far loading is.
+
     Raises
     ------
     ConfigError
@@ -73,7 +75,7 @@ class Engine:
     >>> engine.batch_prefill([request]).token_ids  # doctest: +SKIP
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, progress: bool = False) -> None:
         self.config = config
         self.device = _device(config.device)
         if config.num_threads is not None:
@@ -92,6 +94,7 @@ class Engine:
             load_format=config.load_format,
             seed=config.seed,
             fp8_weights=config.fp8_weights,
+            progress=progress,
         )
         self.model_config = loaded.config
         self.max_context = _max_context(config.max_context, loaded.config.max_position)

@@ -63,3 +63,7 @@ class CheckpointError(ModelError, ValueError):
 
 class DownloadError(ModelError, OSError):
     """Weights that could not be fetched, or whose checksum is wrong."""
+
+
+class NonFiniteKV(HeadraceError, FloatingPointError):
+    """Checked mode met NaN or infinity in K or V: names layer, row and position."""

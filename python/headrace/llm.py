@@ -73,7 +73,7 @@ class LLM:
         config = EngineConfig.from_options(
             {"model": model, **options}, defaults={"max_batch_size": DEFAULT_BATCH_SIZE}
         )
-        self.engine = Engine(config)
+        self.engine = Engine(config, progress=sys.stderr.isatty())
         self.loop = StepLoop(self.engine)
         self.tokenizer = self.engine.tokenizer
         # Also runs when the object is dropped without `close`, and at interpreter exit.

@@ -1,4 +1,4 @@
-"""`headrace bench batch | latency | alloc`: measures and prints with the environment beside it."""
+"""`headrace bench ...`: measures, and prints with the environment beside it."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -25,6 +25,8 @@ def add(commands: "Commands") -> None:
     _add_batch(benches)
     _add_latency(benches)
     _add_alloc(benches)
+    _add_kv(benches)
+    _add_quality(benches)
 
 
 def _add_batch(benches: "Commands") -> None:
@@ -82,6 +84,41 @@ def _add_alloc(benches: "Commands") -> None:
     parser.set_defaults(run=run_alloc)
 
 
+def _add_kv(benches: "Commands") -> None:
+    parser = benches.add_parser(
+        "kv",
+        help="bytes, time and error of each KV format",
+        description="Encode, append and attend over gaussian vectors in the torch reference.",
+    )
+    parser.add_argument(
+        "--context",
+        type=integer_list,
+        default="1024,4096",
+        action=Once,
+        metavar="N,N",
+        help="tokens in the cache (default 1024,4096)",
+    )
+    add_count_option(parser, "--layers", default=1, text="layers counted in the bytes")
+    add_count_option(parser, "--kv-heads", default=4, text="KV heads")
+    add_count_option(parser, "--group", default=4, text="query heads of a KV head")
+    add_count_option(parser, "--head-dim", default=128, text="channels of a head")
+    add_count_option(parser, "--repeat", default=5, text="measured runs")
+    add_output_option(parser)
+    parser.set_defaults(run=run_kv)
+
+
+def _add_quality(benches: "Commands") -> None:
+    parser = benches.add_parser(
+        "quality",
+        help="what each KV format does to the predictions of a model",
+        description="Compare next-token distributions on four texts with those of unquantised KV; "
+        "a format beyond its gate exits with code 1. The gates are for smollm2 in float32.",
+    )
+    add_output_option(parser)
+    add_engine_options(parser)
+    parser.set_defaults(run=run_quality)
+
+
 def run_batch(args: argparse.Namespace) -> int:
     """Run `bench batch`. Raises `ConfigError` before anything runs."""
     from headrace.bench.batch import bench_batch, make_shapes, room
@@ -123,3 +160,32 @@ def run_alloc(args: argparse.Namespace) -> int:
 
     emit(bench_alloc(rows=args.rows, repeat=args.repeat), args.output)
     return 0
+
+
+def run_kv(args: argparse.Namespace) -> int:
+    """Run `bench kv`. Raises `ConfigError` for sizes that no format can store."""
+    from headrace.bench.kv import bench_kv
+    from headrace.bench.output import emit
+
+    report = bench_kv(
+        contexts=args.context,
+        layers=args.layers,
+        kv_heads=args.kv_heads,
+        group=args.group,
+        head_dim=args.head_dim,
+        repeat=args.repeat,
+    )
+    emit(report, args.output)
+    return 0
+
+
+def run_quality(args: argparse.Namespace) -> int:
+    """Run `bench quality`; 1 if a format does not meet its gate. Raises `ConfigError`."""
+    from headrace.bench.output import emit
+    from headrace.bench.quality import TEXT_TOKENS, bench_quality
+    from headrace.engine import Engine
+
+    with Engine(engine_config(args, max_context=TEXT_TOKENS)) as engine:
+        report = bench_quality(engine)
+    emit(report, args.output)
+    return 0 if all(row["meets_gate"] for row in report.rows) else 1

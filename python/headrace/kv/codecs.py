@@ -13,14 +13,13 @@ import itertools
 
 import torch
 
-from headrace.errors import HeadraceError
+from headrace.errors import NonFiniteKV
 from headrace.kv.formats import AUTO, FP8, K8V4, KVFormat, Which
 from headrace.kv.rotation import fwht, rotate, sign_vector, sqrt_rn, tree_sum, unrotate
 
 __all__ = [
     "CODEBOOK",
     "THRESHOLDS",
-    "NonFiniteKV",
     "check_finite",
     "decode",
     "encode",
@@ -53,10 +52,6 @@ _CODEBOOK_GAIN = {
     128: float.fromhex("0x1.06e844p+9"),
     256: float.fromhex("0x1.73ce9cp+9"),
 }
-
-
-class NonFiniteKV(HeadraceError, FloatingPointError):
-    """Checked mode met NaN or infinity in K or V: names layer, row and position."""
 
 
 def check_finite(

@@ -29,8 +29,8 @@ def kv_layout(config: ModelConfig, kv_format: KVFormat) -> KVLayout:
 class SlotKVCache:
     """KV of `slots` requests of up to `max_context` tokens.
 
-    dtype: of the model, and of what `auto` stores. kv_format: `auto` unless given. checked: `append`
-    raises on NaN and infinity.
+    dtype: of the model, and of what `auto` stores. kv_format: `auto` unless given. checked:
+    `append` raises on NaN and infinity.
 
     Raises
     ------

@@ -13,6 +13,7 @@ from headrace.layers import block_fp8
 from headrace.loading.checkpoint import FP8_WEIGHTS, Checkpoint
 from headrace.loading.gguf_file import GgufFile
 from headrace.loading.gguf_tokenizer import tokenizer_json
+from headrace.loading.progress import LoadProgress
 from headrace.loading.resolve import ModelSource
 from headrace.loading.safetensors_folder import SafetensorsFolder, read_chat_template, read_config
 from headrace.models.config import SUPPORTED_DTYPES, ModelConfig
@@ -48,6 +49,7 @@ def load_model(
     load_format: str = "auto",
     seed: int = 0,
     fp8_weights: str = "keep",
+    progress: bool = False,
 ) -> LoadedModel:
     """Load weights tensor by tensor.
 
@@ -55,6 +57,7 @@ def load_model(
     reference on `device`. load_format: "dummy" takes only the config of the source and makes
     random weights from `seed`; they are the same for every device. fp8_weights: "keep" leaves the
     codes of an fp8 checkpoint as they are, "dequantize" makes them dense once, in `dtype`.
+    progress: show a bar on standard error.
 
     Raises
     ------
@@ -74,18 +77,23 @@ def load_model(
         backend = TorchBackend(device)
     elif backend.device.type != device.type:
         raise ConfigError(f"backend is on {backend.device}, device is {device}")
+
+    def build(config: ModelConfig, tensors: TensorSource) -> DecoderModel:
+        total = len(expected_tensors(config))
+        with LoadProgress(tensors, source.name, total, enabled=progress) as watched:
+            return DecoderModel(config, watched, resolve_dtype(dtype, config, device), backend)
+
     if source.kind == "dummy" or load_format == "dummy":
         config = _config_of(source)
         random = _RandomTensors(config, seed, codes=fp8_weights == "keep")
-        model = DecoderModel(config, random, resolve_dtype(dtype, config, device), backend)
-        return LoadedModel(model, config)
+        return LoadedModel(build(config, random), config)
     path = _path_of(source)
     if source.kind == "gguf":
         gguf_file = GgufFile(path)
         config = gguf_file.config()
         checkpoint = Checkpoint(gguf_file, config)
         return LoadedModel(
-            DecoderModel(config, checkpoint, resolve_dtype(dtype, config, device), backend),
+            build(config, checkpoint),
             config,
             tokenizer_json=tokenizer_json(gguf_file),
             chat_template=gguf_file.metadata("tokenizer.chat_template"),
@@ -94,7 +102,7 @@ def load_model(
     checkpoint = Checkpoint(SafetensorsFolder(path), config, fp8_weights=fp8_weights)
     tokenizer_path = path / "tokenizer.json"
     return LoadedModel(
-        DecoderModel(config, checkpoint, resolve_dtype(dtype, config, device), backend),
+        build(config, checkpoint),
         config,
         tokenizer_path=tokenizer_path if tokenizer_path.is_file() else None,
         chat_template=read_chat_template(path),
