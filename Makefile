@@ -7,7 +7,7 @@ STAMP := $(VENV)/.headrace-setup
 RUST := $(wildcard rust/*/src/*.rs rust/*/src/*/*.rs rust/*/Cargo.toml) Cargo.toml Cargo.lock
 UV := $(BIN)/uv
 
-.PHONY: help setup build test test-rust loom lint fmt types stubs bench wheel soak gpu-test clean
+.PHONY: help setup build test test-rust loom lint fmt types stubs bench wheel soak clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -63,9 +63,6 @@ wheel: ## build the wheel, import it in a clean environment without torch, CUDA 
 
 soak: ## the long random runs (hours of operations, not of waiting)
 	HEADRACE_SOAK=1 HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest -q -m soak --timeout 3600
-
-gpu-test: ## tests/gpu on a machine with a GPU; skips are failures
-	HEADRACE_REQUIRE_GPU=1 $(BIN)/python -m pytest -q tests/gpu
 
 clean: ## remove what was built
 	rm -rf target target-loom $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -11,9 +11,6 @@ from headrace.errors import DownloadError
 from headrace.loading.pull import fetch_gguf, pull
 from tiny_models import build_tiny
 
-# Two busy cores make a step 20x slower when OpenMP threads spin for each other.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
 _NO_HEALTH = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
 hypothesis.settings.register_profile("dev", max_examples=50, **_NO_HEALTH)
 hypothesis.settings.register_profile("ci", max_examples=200, derandomize=True, **_NO_HEALTH)

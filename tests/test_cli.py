@@ -12,7 +12,7 @@ from headrace.config import option_table
 from headrace.errors import ConfigError
 from headrace.kv.slots import SlotKVCache
 from headrace.models.known import KNOWN_CONFIGS
-from headrace.plan import make_plan, rank_config
+from headrace.plan import make_plan, rank_config, read_model_config
 
 
 @pytest.fixture(autouse=True)
@@ -273,3 +273,34 @@ def test_plan_table_shows_the_numbers(capsys):
     assert code == 0
     assert "147,456" in out
     assert "fits: " in out
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "options", "per_token", "slot_gib_64k"),
+    [
+        ("auto", {}, 65_536, 4.000),
+        ("fp8_e4m3", {}, 33_024, 2.016),
+        ("int8_per_token_head", {}, 33_024, 2.016),
+        ("fp8_e4m3", {"fp8_block": 64}, 33_792, 2.062),
+        ("turboquant_k8v4", {}, 24_832, 1.516),
+    ],
+)
+def test_plan_gives_the_numbers_of_the_27b_hybrid(kv_dtype, options, per_token, slot_gib_64k):
+    """KVD-02; kv_formats.md section 5 and models.md section 3.4."""
+    config = read_model_config("qwen3.5-27b-fp8")
+    for tp in (1, 2):
+        plan = make_plan(
+            config, model="27b", tp=tp, kv_dtype=kv_dtype, slots=8, context=65_536, **options
+        )
+        assert plan.kv_layers == 16
+        assert plan.kv_bytes_per_token * tp == per_token
+        assert plan.kv_bytes_per_slot * tp / 2**30 == pytest.approx(slot_gib_64k, abs=1e-3)
+        assert plan.kv_bytes_total == 8 * plan.kv_bytes_per_slot
+        assert plan.state_bytes_per_slot * tp == 150_994_944 + 2_949_120
+    weights = make_plan(config, model="27b", context=8192).weights_bytes
+    assert weights / 1e9 == pytest.approx(29.46, abs=0.02)
+
+
+def test_plan_refuses_ranks_that_split_a_linear_layer_unevenly():
+    with pytest.raises(ConfigError, match=r"tp=3.*linear_num_key_heads"):
+        make_plan(read_model_config("qwen3.5-27b"), model="27b", tp=3)

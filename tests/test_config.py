@@ -42,7 +42,7 @@ FLIPS = {
     "max_context": ("4096", 4096),
     "max_batch_tokens": ("1024", 1024),
     "max_waiting": ("7", 7),
-    "max_results": ("9", 9),
+    "max_results": ("9999", 9999),
     "policy": ("priority", "priority"),
     "deterministic": ("1", "on"),
     "load_format": ("dummy", "dummy"),

@@ -6,7 +6,6 @@ import time
 import weakref
 
 import pytest
-import torch
 
 from headrace import (
     BatchedRequest,
@@ -61,16 +60,50 @@ def break_forward(llm, when):
 
 
 def test_a_forward_that_raises_fails_only_its_rows(llm):
-    """SCH-04."""
+    """SCH-04: a request that was not in the step goes on, and so do later ones."""
     [expected] = llm.generate([[1, 2, 3]], SHORT)
-    break_forward(llm, lambda plan: 7 in plan.token_ids)
-    outputs = llm.generate([[7], [1, 2, 3]], SHORT)
-    # Both prompts may share the failing step; whichever did not must be right.
-    assert outputs[0].finish_reason == "error"
-    assert "boom" in outputs[0].error
-    [again] = llm.generate([[1, 2, 3]], SHORT)
-    assert again.token_ids == expected.token_ids
+    [long] = llm.generate([[5]], FOREVER)
+    break_forward(llm, lambda plan: 7 in plan.token_ids and plan.num_decode == 0)
+    [failed] = llm.generate([[7]], SHORT)
+    assert failed.finish_reason == "error"
+    assert "boom" in failed.error
+    broken = llm.engine.runner.forward
+    waiting = [llm.loop.submit([5], FOREVER) for _ in range(4)]  # takes every slot
+    behind = llm.loop.submit([1, 2, 3], SHORT)
+    llm.engine.runner.forward = broken
+    for handle in waiting:
+        assert handle.future.result(60).token_ids == long.token_ids
+    assert behind.future.result(60).token_ids == expected.token_ids
     assert llm.engine.slots.stats()["free"] == 4
+
+
+def test_a_failing_step_leaves_waiting_requests_alone(llm):
+    """SCH-04: all four slots fail in one step; what waits behind them is served."""
+    [expected] = llm.generate([[1, 2, 3]], SHORT)
+    gate = threading.Event()
+    forward = llm.engine.runner.forward
+
+    def fail_once(plan):
+        gate.wait(10)
+        llm.engine.runner.forward = forward
+        raise RuntimeError("boom")
+
+    llm.engine.runner.forward = fail_once
+    doomed = llm.loop.submit([9], SHORT)
+    while llm.loop.scheduler.stats()["running"] == 0:
+        gate.wait(0.001)
+    behind = llm.loop.submit([1, 2, 3], SHORT)
+    gate.set()
+    assert doomed.future.result(30).finish_reason == "error"
+    assert behind.future.result(30).token_ids == expected.token_ids
+
+
+def test_a_future_cannot_be_cancelled_and_takes_nobody_down(llm):
+    handle = llm.loop.submit([1, 2], FOREVER)
+    assert not handle.future.cancel()
+    assert llm.loop.abort(handle.request_id)
+    assert handle.future.result(10).finish_reason == "abort"
+    assert llm.generate([[1]], SHORT)[0].finish_reason == "length"
 
 
 def test_logits_that_are_not_finite_fail_only_their_row(llm):
@@ -227,10 +260,24 @@ def test_a_dropped_stream_aborts_its_request(llm):
 def test_close_ends_waiting_and_running_requests(model_dir):
     """SCH-06."""
     llm = LLM(model_dir, max_batch_size=2, max_context=CONTEXT)
+    forward, started, gate = llm.engine.runner.forward, threading.Event(), threading.Event()
+
+    def slow(plan):
+        started.set()
+        gate.wait(10)
+        return forward(plan)
+
+    llm.engine.runner.forward = slow
     handles = [llm.loop.submit([1, 2], FOREVER) for _ in range(6)]
-    llm.close()
+    assert started.wait(10)
+    closing = threading.Thread(target=llm.close)
+    closing.start()
+    llm.loop.scheduler.wait(handles[5].request_id, 5)  # ended although the forward still runs
+    gate.set()
+    closing.join(10)
+    assert not closing.is_alive()
     for handle in handles:
-        assert handle.future.result(5).finish_reason in ("abort", "length")
+        assert handle.future.result(5).finish_reason == "abort"
     with pytest.raises(EngineClosed):
         llm.generate([[1]], SHORT)
     llm.close()
@@ -381,9 +428,43 @@ class TestBatchApi:
             engine.batch_prefill([BatchedRequest(request_id=1, prompt_tokens=[1] * CONTEXT)])
         with pytest.raises(InvalidRequest, match="prompt_tokens"):
             engine.batch_prefill([BatchedRequest(request_id=1, prompt_tokens=[9999])])
+        outside = SamplingParams(stop_token_ids=(9999,), min_tokens=2)
+        with pytest.raises(InvalidRequest, match="stop_token_ids"):
+            engine.batch_prefill(
+                [BatchedRequest(request_id=1, prompt_tokens=[1], sampling=outside)]
+            )
         assert (request.seq_len, request.generated_tokens) == (0, [])
         assert engine.batch_prefill([]).token_ids == []
         assert engine.batch_decode_step([]).token_ids == []
+
+    def test_a_request_whose_slot_changed_hands_is_refused(self, engine):
+        request = BatchedRequest(request_id=1, prompt_tokens=[1, 2], sampling=SHORT)
+        engine.allocate_slot(1)
+        engine.batch_prefill([request])
+        engine.free_slot(1)
+        engine.allocate_slot(2)
+        engine.allocate_slot(1)
+        with pytest.raises(InvalidRequest, match="slot was freed"):
+            engine.batch_decode_step([request])
+        assert len(request.generated_tokens) == 1
+
+    def test_a_forward_that_raises_finishes_its_requests(self, engine):
+        requests = [BatchedRequest(request_id=i, prompt_tokens=[1, i]) for i in range(2)]
+        for request in requests:
+            engine.allocate_slot(request.request_id)
+        forward = engine.runner.forward
+
+        def broken(plan):
+            raise MemoryError("no more")
+
+        engine.runner.forward = broken
+        with pytest.raises(MemoryError):
+            engine.batch_prefill(requests[:1])
+        assert (requests[0].finished, requests[0].finish_reason) == (True, "error")
+        engine.runner.forward = forward
+        with pytest.raises(InvalidRequest, match="finished"):
+            engine.batch_prefill(requests)
+        assert len(engine.batch_prefill(requests[1:]).token_ids) == 1
 
 
 @pytest.mark.parametrize(
@@ -392,6 +473,7 @@ class TestBatchApi:
         ("max_context", {"max_context": 10**6}),
         ("device", {"device": "cuda"}),
         ("max_batch_size", {"max_batch_size": 0}),
+        ("max_results", {"max_results": 20, "max_waiting": 20}),
         ("max_batch_tokens", {"max_batch_tokens": 100}),
         ("no_such", {"no_such": 1}),
         ("kv_dtype", {"kv_dtype": "float16", "dtype": "float32"}),
@@ -403,9 +485,8 @@ def test_options_that_cannot_work(model_dir, field, options):
         LLM(model_dir, **options)
 
 
-def test_pools_larger_than_memory_are_refused_with_numbers(model_dir):
-    config = EngineConfig(model=model_dir, max_batch_size=256, max_context=None)
-    engine = Engine(config)
-    need = engine.kv.bytes_total
-    engine.close()
-    assert need == 256 * 1024 * engine.model_config.kv_bytes_per_token(torch.float32.itemsize)
+def test_pools_larger_than_memory_are_refused_with_numbers(model_dir, monkeypatch):
+    """The KV and state pools are judged together, before either is allocated."""
+    monkeypatch.setattr("headrace.engine.available_bytes", lambda _device: 10_000_000)
+    with pytest.raises(ConfigError, match=r"KV pools need .* 10,000,000 are free"):
+        Engine(EngineConfig(model=model_dir, max_batch_size=256))

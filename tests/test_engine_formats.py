@@ -149,6 +149,7 @@ def test_a_preempted_hybrid_request_resumes_with_the_same_tokens(tiny, name):
         for plane, tensor in engine.kv.pool.tensors.items():
             tensor[:, 1, :length] = saved[plane]
         engine.state.restore(1, snapshot)
+        preempted.slot_generation = None  # what was saved is in the new slot
         while not preempted.finished:
             engine.batch_decode_step([other, preempted])
         assert preempted.generated_tokens == expected

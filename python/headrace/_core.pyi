@@ -67,6 +67,9 @@ class SlotAllocator:
     def slot_of(self, request_id: int) -> int | None:
         """Slot the request has in use."""
 
+    def grant_of(self, request_id: int) -> tuple[int, int] | None:
+        """Slot the request has in use and its generation, which every allocation raises."""
+
     def stats(self) -> dict[str, int]:
         """Counts `free`, `in_use`, `finishing`, `total`, all of one instant."""
 
@@ -100,6 +103,9 @@ class SamplingSpec:
         min_tokens: int = 0,
         stop_token_ids: _Tokens | None = None,
     ) -> SamplingSpec: ...
+    def validate(self, vocab_size: int) -> None:
+        """Raise `InvalidRequest` that names the first field out of range."""
+
     def finish_reason(
         self, prompt_len: int, generated: _Tokens, *, max_context: int
     ) -> _FinishReason | None:

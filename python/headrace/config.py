@@ -124,6 +124,12 @@ class EngineConfig:
             )
         _check_integer("max_waiting", self.max_waiting, 1, MAX_COUNT)
         _check_integer("max_results", self.max_results, 1, MAX_COUNT)
+        if self.max_results < self.max_waiting + self.max_batch_size:
+            raise ConfigError(
+                f"max_results={self.max_results!r}: accepted is at least max_waiting plus "
+                f"max_batch_size, which is {self.max_waiting + self.max_batch_size}: all requests "
+                "may end at once"
+            )
         _check_choice("policy", self.policy, ("fcfs", "priority"))
         if isinstance(self.deterministic, bool):
             object.__setattr__(self, "deterministic", "on" if self.deterministic else "off")

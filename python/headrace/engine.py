@@ -18,7 +18,8 @@ from headrace.backends.torch_ops import TorchBackend
 from headrace.config import EngineConfig, checks_enabled
 from headrace.errors import ConfigError, EngineClosed, InvalidRequest, PromptTooLong, UnknownRequest
 from headrace.kv.formats import parse_kv_format
-from headrace.kv.slots import SlotKVCache
+from headrace.kv.memory import available_bytes
+from headrace.kv.slots import SlotKVCache, kv_layout
 from headrace.kv.state import StatePool
 from headrace.loading.build import LoadedModel, load_model
 from headrace.loading.resolve import resolve_model
@@ -100,18 +101,24 @@ class Engine:
         self.max_context = _max_context(config.max_context, loaded.config.max_position)
         self.tokenizer = None if config.skip_tokenizer else _tokenizer(loaded)
         dtype = loaded.model.dtype
+        kv_format = parse_kv_format(
+            config.kv_dtype,
+            fp8_block=config.fp8_block,
+            int8_rotate=config.int8_rotate,
+            model_dtype=dtype,
+        )
+        _check_memory(
+            kv_layout(loaded.config, kv_format).pool_bytes(config.max_batch_size, self.max_context),
+            config.max_batch_size * loaded.config.state_bytes_per_slot(dtype.itemsize),
+            available_bytes(self.device),
+        )
         self.kv = SlotKVCache(
             loaded.config,
             slots=config.max_batch_size,
             max_context=self.max_context,
             dtype=dtype,
             device=self.device,
-            kv_format=parse_kv_format(
-                config.kv_dtype,
-                fp8_block=config.fp8_block,
-                int8_rotate=config.int8_rotate,
-                model_dtype=dtype,
-            ),
+            kv_format=kv_format,
             checked=checks_enabled(),
         )
         self.state: StatePool | None = None
@@ -130,7 +137,8 @@ class Engine:
             kv_dtype=self.kv.format.label,
             deterministic=deterministic,
         )
-        self._forward_lock = threading.Lock()
+        # Re-entrant: a garbage collection inside a forward may run `close` on the same thread.
+        self._forward_lock = threading.RLock()
         self._request_count = itertools.count()
         self._closed = False
 
@@ -210,8 +218,12 @@ class Engine:
         return self.slots.allocate(check_request_id(request_id))
 
     def free_slot(self, request_id: int) -> None:
-        """Take the slot back. Raises `UnknownRequest` if the request holds none."""
-        self.slots.free(check_request_id(request_id))
+        """Take the slot back, after a forward that runs now.
+
+        Raises `UnknownRequest` if the request holds none.
+        """
+        with self._forward_lock:
+            self.slots.free(check_request_id(request_id))
 
     def batch_prefill(
         self, requests: Sequence[BatchedRequest], *, return_logits: bool = False
@@ -219,42 +231,43 @@ class Engine:
         """Compute the prompts of requests that hold slots, and their first tokens.
 
         Prompts run together, in chunks of at most `max_batch_tokens` tokens a forward. Updates the
-        requests in place. On an error before the first forward nothing has changed.
+        requests in place. A request that is refused is refused before anything runs, and nothing
+        has changed; if a forward raises, the requests it ran are finished with "error".
 
         Raises
         ------
         UnknownRequest
             A request without a slot.
         InvalidRequest, PromptTooLong
-            A request that is listed twice, finished, already prefilled, too long, or has stop
-            strings (a matter of text: use `LLM`).
+            A request that is listed twice, finished, already prefilled or too long, has ids outside
+            the vocabulary, changed its slot, or has stop strings (a matter of text: use `LLM`).
         """
-        specs = self._checked(requests, decode=False)
-        rows: dict[int, tuple[int, StepRow, torch.Tensor]] = {}
-        pending = list(range(len(requests)))
-        while pending:
-            chunks = self._chunks(requests, pending)
-            plan = build_plan(
-                [
-                    self._row(request, specs[index] if last else None, tokens)
-                    for index, request, tokens, last in chunks
-                ],
-                decode=False,
-            )
-            logits, sampled = self._run(plan)
-            ended = [index for index, _, _, last in chunks if last]
-            for _, request, tokens, _ in chunks:
-                request.seq_len += len(tokens)
-            for row, index in enumerate(ended):
-                rows[index] = (row, _step_row(sampled, row), logits[row])
-            pending = [index for index in pending if index not in rows]
-        for index, request in enumerate(requests):
-            self._record(request, specs[index], rows[index][1])
+        with self._forward_lock:
+            specs = self._checked(requests, decode=False)
+            logits: dict[int, torch.Tensor] = {}
+            pending = list(range(len(requests)))
+            while pending:
+                chunks = self._chunks(requests, pending)
+                plan = build_plan(
+                    [
+                        self._row(request, specs[index] if last else None, tokens)
+                        for index, request, tokens, last in chunks
+                    ],
+                    decode=False,
+                )
+                out, sampled = self._run(plan, [request for _, request, _, _ in chunks])
+                for _, request, tokens, _ in chunks:
+                    request.seq_len += len(tokens)
+                ended = [index for index, _, _, last in chunks if last]
+                for row, index in enumerate(ended):
+                    logits[index] = out[row]
+                    self._record(requests[index], specs[index], _step_row(sampled, row))
+                pending = [index for index in pending if index not in logits]
         return BatchPrefillResult(
             request_ids=[request.request_id for request in requests],
-            token_ids=[rows[index][1].token_id for index in range(len(requests))],
+            token_ids=[_new_token(request) for request in requests],
             finished=[request.finished for request in requests],
-            logits=torch.stack([rows[i][2] for i in range(len(requests))])
+            logits=torch.stack([logits[index] for index in range(len(requests))])
             if return_logits and requests
             else None,
         )
@@ -266,32 +279,42 @@ class Engine:
 
         Raises as `batch_prefill`, and `InvalidRequest` for a request without a first token.
         """
-        specs = self._checked(requests, decode=True)
-        logits, sampled = None, None
-        if requests:
-            plan = build_plan(
-                [
-                    self._row(request, spec, request.generated_tokens[-1:])
-                    for request, spec in zip(requests, specs, strict=True)
-                ],
-                decode=True,
-            )
-            logits, sampled = self._run(plan)
-            for row, request in enumerate(requests):
-                request.seq_len += 1
-                self._record(request, specs[row], _step_row(sampled, row))
+        logits = None
+        with self._forward_lock:
+            specs = self._checked(requests, decode=True)
+            if requests:
+                plan = build_plan(
+                    [
+                        self._row(request, spec, request.generated_tokens[-1:])
+                        for request, spec in zip(requests, specs, strict=True)
+                    ],
+                    decode=True,
+                )
+                logits, sampled = self._run(plan, requests)
+                for row, request in enumerate(requests):
+                    request.seq_len += 1
+                    self._record(request, specs[row], _step_row(sampled, row))
         return BatchDecodeResult(
             request_ids=[request.request_id for request in requests],
-            token_ids=[] if sampled is None else sampled.token_ids.tolist(),
+            token_ids=[_new_token(request) for request in requests],
             finished=[request.finished for request in requests],
             logits=logits if return_logits else None,
         )
 
-    def _run(self, plan: StepPlan) -> tuple[torch.Tensor, SampleResult]:
-        with self._forward_lock:
-            self._check_open()
+    def _run(
+        self, plan: StepPlan, requests: Sequence[BatchedRequest]
+    ) -> tuple[torch.Tensor, SampleResult]:
+        """Run a plan; the caller holds the lock from the look-up of the slots on."""
+        self._check_open()
+        try:
             logits = self.runner.forward(plan)
             return logits, sample(logits, sampling_batch(plan.sampling))
+        except Exception:
+            # Some layers may have written KV, and moved the state of a hybrid model: none of these
+            # requests can go on from here.
+            for request in requests:
+                request.finished, request.finish_reason = True, "error"
+            raise
 
     def _check_open(self) -> None:
         if self._closed:
@@ -300,7 +323,8 @@ class Engine:
     def _checked(self, requests: Sequence[BatchedRequest], *, decode: bool) -> list[SamplingSpec]:
         """Refuse what cannot run, before anything runs; bind the slots; return the options."""
         seen: set[int] = set()
-        slots: list[int] = []
+        grants: list[tuple[int, int]] = []
+        specs: list[SamplingSpec] = []
         for request in requests:
             name = f"request {request.request_id}"
             if request.request_id in seen:
@@ -316,29 +340,47 @@ class Engine:
                     f"{name}: stop={request.sampling.stops!r}: stop strings are matched on text, "
                     "which the batch API does not produce; use LLM, or stop_token_ids"
                 )
-            self._check_prompt(request)
-            slot = self.slots.slot_of(request.request_id)
-            if slot is None:
-                raise UnknownRequest(f"{name} holds no slot; call allocate_slot first")
-            slots.append(slot)
-        for request, slot in zip(requests, slots, strict=True):
-            request.slot_id = slot
-        return [self._spec_of(request) for request in requests]
+            self._check_tokens(request)
+            specs.append(self._spec_of(request))
+            specs[-1].validate(self.model_config.vocab_size)
+            grants.append(self._grant(request))
+        for request, (slot, generation) in zip(requests, grants, strict=True):
+            request.slot_id, request.slot_generation = slot, generation
+        return specs
 
-    def _check_prompt(self, request: BatchedRequest) -> None:
-        length = len(request.prompt_tokens)
+    def _check_tokens(self, request: BatchedRequest) -> None:
+        name = f"request {request.request_id}"
+        length, generated = len(request.prompt_tokens), len(request.generated_tokens)
         if length >= self.max_context:
             raise PromptTooLong(
-                f"request {request.request_id}: prompt of {length} tokens does not fit: "
-                f"max_context is {self.max_context}, of which one token must stay free"
+                f"{name}: prompt of {length} tokens does not fit: max_context is "
+                f"{self.max_context}, of which one token must stay free"
             )
-        check_token_ids("prompt_tokens", request.prompt_tokens, self.model_config.vocab_size)
-        generated = len(request.generated_tokens)
+        if length + generated > self.max_context:
+            raise InvalidRequest(
+                f"{name}: {length} prompt and {generated} generated tokens do not fit: max_context "
+                f"is {self.max_context}"
+            )
+        vocab = self.model_config.vocab_size
+        check_token_ids("prompt_tokens", request.prompt_tokens, vocab)
+        check_token_ids("generated_tokens", request.generated_tokens, vocab)
         expected = length + generated - 1 if generated else min(request.seq_len, length - 1)
         if request.seq_len != expected or request.seq_len < 0:
+            raise InvalidRequest(f"{name}: seq_len={request.seq_len}: accepted is {expected}")
+
+    def _grant(self, request: BatchedRequest) -> tuple[int, int]:
+        """Slot and generation of a request, refused if its KV is in an earlier tenancy."""
+        name = f"request {request.request_id}"
+        grant = self.slots.grant_of(request.request_id)
+        if grant is None:
+            raise UnknownRequest(f"{name} holds no slot; call allocate_slot first")
+        held = (request.slot_id, request.slot_generation)
+        if request.seq_len and request.slot_generation is not None and held != grant:
             raise InvalidRequest(
-                f"request {request.request_id}: seq_len={request.seq_len}: accepted is {expected}"
+                f"{name}: its slot was freed since its last step, and its KV with it; start over, "
+                "or restore KV and state and set slot_generation to None"
             )
+        return grant
 
     def _spec_of(self, request: BatchedRequest) -> SamplingSpec:
         # The request's own id seeds it, so that every step of a request draws from one sequence.
@@ -394,6 +436,11 @@ class Engine:
         request.finished = request.finish_reason is not None
 
 
+def _new_token(request: BatchedRequest) -> int:
+    assert request.last_result is not None, "set by the forward that has just run"
+    return request.last_result.token_id
+
+
 def _step_row(sampled: SampleResult, row: int) -> StepRow:
     return StepRow(token_id=int(sampled.token_ids[row]), logprobs=sampled.logprobs[row])
 
@@ -414,6 +461,15 @@ def _device(name: str) -> torch.device:
     if name in ("auto", "cpu"):
         return torch.device("cpu")
     raise ConfigError(f"device={name!r}: this build runs on the CPU only; accepted is auto | cpu")
+
+
+def _check_memory(kv_bytes: int, state_bytes: int, available: int) -> None:
+    """Judge both pools together: memory reserved but never touched still counts as free."""
+    if kv_bytes + state_bytes > available:
+        raise ConfigError(
+            f"KV pools need {kv_bytes:,} bytes and state pools {state_bytes:,}, {available:,} are "
+            "free; lower max_batch_size or max_context, or take a smaller kv_dtype"
+        )
 
 
 def _max_context(asked: int | None, limit: int) -> int:

@@ -1,5 +1,6 @@
 """`LLM`: the whole engine behind one object, for scripts and notebooks."""
 
+import contextlib
 import sys
 import time
 import weakref
@@ -8,10 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import wait as wait_futures
 from numbers import Integral
 from queue import SimpleQueue
+from typing import Self
 
 from headrace.config import EngineConfig
 from headrace.engine import Engine
-from headrace.errors import InvalidRequest, QueueFull
+from headrace.errors import ForkedProcess, InvalidRequest, QueueFull
 from headrace.progress import Progress
 from headrace.request import RequestOutput, SamplingParams, check_token_ids
 from headrace.step_loop import Handle, StepLoop, StreamChunk
@@ -70,9 +72,20 @@ class LLM:
             "skip_tokenizer": skip_tokenizer,
         }
         options |= {name: value for name, value in named.items() if value is not None}
-        config = EngineConfig.from_options(
-            {"model": model, **options}, defaults={"max_batch_size": DEFAULT_BATCH_SIZE}
+        self._start(
+            EngineConfig.from_options(
+                {"model": model, **options}, defaults={"max_batch_size": DEFAULT_BATCH_SIZE}
+            )
         )
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> Self:
+        """Load with exactly these options; no variable is read."""
+        llm = cls.__new__(cls)
+        llm._start(config)
+        return llm
+
+    def _start(self, config: EngineConfig) -> None:
         self.engine = Engine(config, progress=sys.stderr.isatty())
         self.loop = StepLoop(self.engine)
         self.tokenizer = self.engine.tokenizer
@@ -95,6 +108,8 @@ class LLM:
             One prompt or several, each a string or a list of token ids.
         params
             One for all prompts, or one each. Greedy with 128 tokens if not given.
+        priority
+            "high" or "low"; without effect under `policy="fcfs"`.
         progress
             Show a progress bar; None shows it on a terminal only.
 
@@ -203,14 +218,14 @@ class LLM:
             raise InvalidRequest("prompt: loaded without a tokenizer, so give token ids, not text")
         else:
             ids = self.tokenizer.encode(text)
-        if params.stops and self.tokenizer is None:
-            raise InvalidRequest("stop: loaded without a tokenizer, so text cannot be matched")
         return self.loop.submit(ids, params, prompt=text, priority=priority, stream=stream)
 
 
 def _close(loop: StepLoop, engine: Engine) -> None:
-    loop.close()
-    engine.close()
+    # In a forked child there is no engine thread, and the parent's is none of its business.
+    with contextlib.suppress(ForkedProcess):
+        loop.close()
+        engine.close()
 
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -260,13 +260,17 @@ class BatchedRequest:
     seq_len
         Tokens whose KV is stored. The newest generated token is not among them.
     slot_id
-        The fixed slot the request holds, None while it holds none.
+        The fixed slot the request holds, None while it holds none. Set by the engine.
+    slot_generation
+        Which tenancy of the slot the KV is in. Set by the engine at the first forward; a later
+        forward in another tenancy is refused. Set it to None to say that KV (and state) of
+        `seq_len` tokens were restored into the slot that the request holds now.
     cached_prefix_len
-        Leading prompt tokens whose KV came from a cache.
+        Leading prompt tokens whose KV came from a cache; 0 as long as there is none.
     finish_reason
         None until `finished`.
     last_token
-        The token the next decode step feeds, None before the prefill.
+        The newest generated token, which the next decode step feeds; None before the prefill.
 
     Raises
     ------
@@ -279,6 +283,7 @@ class BatchedRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     seq_len: int = 0
     slot_id: int | None = None
+    slot_generation: int | None = None
     cached_prefix_len: int = 0
     finished: bool = False
     finish_reason: FinishReason | None = None

@@ -6,6 +6,7 @@ resolves its future, so each is resolved exactly once. `_lock` guards the table 
 held while a forward runs or a caller is woken.
 """
 
+import contextlib
 import logging
 import queue
 import threading
@@ -19,7 +20,7 @@ import numpy as np
 from headrace._core import RequestResult, StepPlan
 from headrace.config import checks_enabled
 from headrace.engine import Engine
-from headrace.errors import EngineClosed, UnknownRequest
+from headrace.errors import EngineClosed, HeadraceError, InvalidRequest
 from headrace.request import (
     CachedTokens,
     FinishReason,
@@ -93,7 +94,8 @@ class StepLoop:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.scheduler = engine.make_scheduler()
-        self._lock = threading.Lock()
+        # Re-entrant: a garbage collection on the engine thread may run `close`.
+        self._lock = threading.RLock()
         self._live: dict[int, _Live] = {}
         self._check = checks_enabled()
         self._thread = threading.Thread(target=self._run, name="headrace-engine", daemon=True)
@@ -111,8 +113,10 @@ class StepLoop:
         """Queue a request; never waits for the engine.
 
         With `stream`, its chunks are put there as they come, then None, once the future is done.
-        Raises as `Scheduler.submit`.
+        Raises as `Scheduler.submit`, and `InvalidRequest` for stop strings without a tokenizer.
         """
+        if params.stops and self.engine.tokenizer is None:
+            raise InvalidRequest("stop: loaded without a tokenizer, so text cannot be matched")
         spec = self.engine.sampling_spec(params)
         live = self._new_live(prompt, list(prompt_token_ids), params, stream)
         # Under the lock, so that the engine thread finds the request once the scheduler has it.
@@ -157,17 +161,22 @@ class StepLoop:
         text = None
         if tokenizer is not None and (params.stops or stream is not None):
             text = TextStream(tokenizer, params.stops, min_tokens=params.min_tokens)
+        future: Future[RequestOutput] = Future()
+        # Marked as running, so that a caller cannot cancel it behind the scheduler's back: `abort`
+        # is the way to end a request.
+        future.set_running_or_notify_cancel()
         return _Live(
             prompt=prompt,
             prompt_token_ids=prompt_token_ids,
             params=params,
             stop_token_ids=frozenset((*params.stop_token_ids, *eos)),
-            future=Future(),
+            future=future,
             stream=stream,
             text=text,
         )
 
     def _run(self) -> None:
+        plan = None
         try:
             while True:
                 plan = self.scheduler.next_plan()
@@ -177,7 +186,11 @@ class StepLoop:
             pass
         except BaseException as error:
             _LOG.exception("the engine thread died")
-            self.scheduler.close(f"the engine thread died: {error!r}", error=True)
+            reason = f"the engine thread died: {error!r}"
+            if plan is not None:
+                with contextlib.suppress(HeadraceError):  # it may have been committed
+                    self.scheduler.fail(plan, reason)  # frees the slots of the step
+            self.scheduler.close(reason, error=True)
         self._finish_all()
 
     def _step(self, plan: StepPlan) -> None:
@@ -204,19 +217,25 @@ class StepLoop:
             for i, row in enumerate(live):
                 if row is not None and tokens[i] >= 0:
                     texts[i], stops[i] = row.push(int(tokens[i]))
+        for row, entry in zip(live, sampled.logprobs, strict=True):
+            # Before the commit: once it is done an abort may build the output at any time. Entries
+            # of tokens that are not accepted are cut off there.
+            if row is not None and entry is not None:
+                row.logprobs.append(entry)
         finished, accepted = self.scheduler.commit(plan, tokens, stops)
         for i, row in enumerate(live):
-            if row is None or not accepted[i]:
-                continue
-            entry = sampled.logprobs[i]
-            if entry is not None:
-                row.logprobs.append(entry)
-            if row.stream is not None:
-                row.stream.put(StreamChunk([int(tokens[i])], texts[i]))
+            if row is not None and row.stream is not None and accepted[i]:
+                self._stream(row, StreamChunk([int(tokens[i])], texts[i]))
         for request_id, _ in finished:
             self._finish(request_id)
         if self._check:
             self.scheduler.check()
+
+    def _stream(self, row: _Live, chunk: StreamChunk) -> None:
+        """Put a chunk, unless the end of the stream is already there."""
+        with self._lock:
+            if row.stream is not None and not row.future.done():
+                row.stream.put(chunk)
 
     def _finish_all(self) -> None:
         with self._lock:
@@ -232,18 +251,19 @@ class StepLoop:
             return
         try:
             output = _output(live, self.scheduler.take_result(request_id), self.engine.tokenizer)
-        except UnknownRequest:
-            # More requests ended at once than the scheduler keeps results of: only at `close`.
-            output = _lost(live, request_id)
-        live.future.set_result(output)
-        if live.stream is not None:
-            live.stream.put(None)
+        except Exception as error:
+            # A caller waits for this future: whatever went wrong, it is told.
+            _LOG.exception("no output for request %d", request_id)
+            output = _lost(live, request_id, f"{type(error).__name__}: {error}")
+        with self._lock:
+            live.future.set_result(output)
+            if live.stream is not None:
+                live.stream.put(None)
 
 
 def _output(live: _Live, result: RequestResult, tokenizer: Tokenizer | None) -> RequestOutput:
     token_ids = result.token_ids
-    reason: FinishReason = result.finish_reason
-    text, stop_reason = _final_text(live, token_ids, reason, tokenizer)
+    text, reason, stop_reason = _final_text(live, token_ids, result.finish_reason, tokenizer)
     submitted = result.submitted_ns
 
     def since(stamp: int | None) -> float | None:
@@ -272,31 +292,36 @@ def _output(live: _Live, result: RequestResult, tokenizer: Tokenizer | None) -> 
 
 def _final_text(
     live: _Live, token_ids: list[int], reason: FinishReason, tokenizer: Tokenizer | None
-) -> tuple[str, str | int | None]:
-    """Text of the tokens that count, and what ended it. The same function of them for everyone."""
+) -> tuple[str, FinishReason, str | int | None]:
+    """Text of the tokens that count, how the request ended, and what stopped it.
+
+    The same function of the tokens for everyone, streamed or not.
+    """
+    last = token_ids[-1] if reason == "stop" and token_ids else None
     if tokenizer is None:
-        return "", token_ids[-1] if reason == "stop" else None
-    stream = TextStream(tokenizer, live.params.stops, min_tokens=live.params.min_tokens)
-    ends_by_token = (
-        reason == "stop"
-        and token_ids[-1] in live.stop_token_ids
-        and len(token_ids) > live.params.min_tokens
-    )
+        return "", reason, last
+    enough = len(token_ids) > live.params.min_tokens
+    ends_by_token = last is not None and last in live.stop_token_ids and enough
     shown = token_ids[:-1] if ends_by_token else token_ids
+    if not live.params.stops:
+        return tokenizer.decode(shown), reason, last
+    stream = TextStream(tokenizer, live.params.stops, min_tokens=live.params.min_tokens)
     text = "".join(stream.push(token)[0] for token in shown) + stream.finish()
-    if reason != "stop":
-        return text, None
-    return text, token_ids[-1] if ends_by_token else stream.stopped
+    if stream.stopped is not None and reason in ("stop", "length"):
+        # Also one that the end of the text completed, after the last step.
+        return text, "stop", stream.stopped
+    return text, reason, last
 
 
-def _lost(live: _Live, request_id: int) -> RequestOutput:
+def _lost(live: _Live, request_id: int, error: str) -> RequestOutput:
     return RequestOutput(
         request_id=request_id,
         prompt=live.prompt,
         prompt_token_ids=live.prompt_token_ids,
         token_ids=[],
         text="",
-        finish_reason="abort",
+        finish_reason="error",
+        error=error,
         logprobs=None if live.params.logprobs is None else [],
         metrics=RequestMetrics(
             e2e_s=0.0,

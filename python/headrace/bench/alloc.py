@@ -9,10 +9,12 @@ from headrace import _core
 from headrace.bench.env import Value, machine
 from headrace.bench.output import Report
 from headrace.bench.stats import median
+from headrace.errors import ConfigError
 
 # Most nanoseconds of an operation inside Rust; the plan is that of 256 decode rows.
 TARGET_NS = {"slot_allocate_free": 200, "submit": 2_000, "plan": 50_000}
 TARGET_ROWS = 256
+MAX_ROWS = 2**20
 
 _PAIRS = 1_000
 _PROMPT = 64
@@ -24,6 +26,8 @@ def bench_alloc(*, rows: int = TARGET_ROWS, repeat: int = 101) -> Report:
     A target is shown, and whether it is met, only at the number of rows it was set for. Raises
     `ConfigError` for more rows than the slot table can have.
     """
+    if rows > MAX_ROWS:
+        raise ConfigError(f"rows={rows}: accepted is 1 to {MAX_ROWS:,}, the largest slot table")
     inside = _core.bench_core(rows=rows, repeat=repeat)
     from_python = {"slot_allocate_free": _slot_pair_ns(repeat), **_step_ns(rows, repeat)}
     targets = TARGET_NS if rows == TARGET_ROWS else {}

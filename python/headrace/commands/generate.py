@@ -76,8 +76,7 @@ def run(args: argparse.Namespace) -> int:
     names = [name.replace("-", "_") for name, _, _ in _SAMPLING] + ["stop"]
     given: dict[str, Any] = {name: getattr(args, name) for name in names if hasattr(args, name)}
     params = SamplingParams.from_dict(given)
-    # Every field is given, so the variables are not read a second time.
-    with LLM(**dataclasses.asdict(config)) as llm:
+    with LLM.from_config(config) as llm:
         inputs: list[str | list[int]] = [*prompts]
         if args.chat:
             inputs = [llm.chat_prompt([{"role": "user", "content": prompt}]) for prompt in prompts]

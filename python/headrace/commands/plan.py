@@ -68,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan. Raises `ConfigError` if it does not fit, `ModelError` for a bad model."""
     from headrace.plan import check_fits, make_plan, read_model_config
 
-    # The same checks as for an engine of these options.
+    # The same checks as for an engine of these options. They are a question, not the settings of an
+    # engine, so no variable is read.
     config = EngineConfig(
         model=args.model,
         dtype=args.dtype,

@@ -136,11 +136,20 @@ impl SlotAllocator {
         self.table.lock().resize(total)
     }
 
-    /// The slot `request` has in use.
-    pub fn slot_of(&self, request: RequestId) -> Option<SlotId> {
+    /// What `request` was granted, while it has it in use.
+    pub fn grant_of(&self, request: RequestId) -> Option<SlotGrant> {
         let table = self.table.lock();
         let slot = *table.by_tenant.get(&(self.user, request))?;
-        matches!(table.states[slot.position()], SlotState::InUse { .. }).then_some(slot)
+        let in_use = matches!(table.states[slot.position()], SlotState::InUse { .. });
+        in_use.then(|| SlotGrant {
+            slot,
+            generation: table.generations[slot.position()],
+        })
+    }
+
+    /// The slot `request` has in use.
+    pub fn slot_of(&self, request: RequestId) -> Option<SlotId> {
+        self.grant_of(request).map(|grant| grant.slot)
     }
 
     /// Counts by state.

@@ -43,7 +43,7 @@ fn run(rows: u32, repeat: usize) -> core::Result<Times> {
     let config = core::SchedulerConfig {
         max_batch_tokens: PROMPT * rows as usize,
         max_waiting: rows as usize,
-        max_results: 1024,
+        max_results: 2 * rows as usize,
         max_context: 1 << 20,
         vocab_size: 1 << 16,
         policy: core::Policy::Fcfs,

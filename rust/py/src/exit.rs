@@ -6,7 +6,7 @@
 //! outside, and from then on nobody detaches. Both the flag and the count are changed while
 //! attached, so no thread can slip out between them. Lock order: either lock alone.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -65,8 +65,14 @@ impl Drop for Outside {
     }
 }
 
+/// The process that loaded the module: a forked child has none of its threads to wait for.
+static LOADED_IN: AtomicU32 = AtomicU32::new(0);
+
 #[pyfunction]
 fn close_all(py: Python<'_>) {
+    if LOADED_IN.load(Ordering::Relaxed) != std::process::id() {
+        return;
+    }
     EXITING.store(true, Ordering::Release);
     py.detach(|| {
         let schedulers = std::mem::take(&mut *SCHEDULERS.lock());
@@ -86,6 +92,7 @@ fn close_all(py: Python<'_>) {
 }
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    LOADED_IN.store(std::process::id(), Ordering::Relaxed);
     let close_all = wrap_pyfunction!(close_all, module)?;
     let atexit = module.py().import("atexit")?;
     atexit.call_method1("register", (close_all,))?;

@@ -4,6 +4,7 @@ use headrace_core as core;
 use pyo3::prelude::*;
 
 use crate::convert;
+use crate::error::to_py;
 
 #[pyclass(frozen, module = "headrace._core")]
 pub(crate) struct SamplingSpec {
@@ -48,6 +49,11 @@ impl SamplingSpec {
                 stop_token_ids: stops.transpose()?.unwrap_or_default(),
             },
         })
+    }
+
+    fn validate(&self, py: Python<'_>, vocab_size: u32) -> PyResult<()> {
+        let valid = self.inner.validate(vocab_size);
+        valid.map_err(|error| to_py(py, &error))
     }
 
     #[pyo3(signature = (prompt_len, generated, *, max_context))]

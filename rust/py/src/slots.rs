@@ -61,6 +61,13 @@ impl SlotAllocator {
         Ok(slot.map(core::SlotId::index))
     }
 
+    fn grant_of(&self, request_id: &Bound<'_, PyAny>) -> PyResult<Option<(u32, u64)>> {
+        let id = convert::request_id(request_id)?;
+        let py = request_id.py();
+        let grant = py.enter(self.home, || Ok(self.inner.grant_of(id)))?;
+        Ok(grant.map(|grant| (grant.slot.index(), grant.generation)))
+    }
+
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = py.enter(self.home, || Ok(self.inner.stats()))?;
         let dict = PyDict::new(py);

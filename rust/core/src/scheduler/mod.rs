@@ -223,6 +223,15 @@ impl Scheduler {
     }
 }
 
+/// The table outlives its users: what this one holds goes back, also behind a step that nobody will
+/// commit any more.
+impl Drop for Scheduler {
+    fn drop(&mut self) {
+        self.close("the scheduler was dropped", FinishReason::Abort, 0);
+        self.slots.retire(Epoch(u64::MAX));
+    }
+}
+
 impl SchedulerConfig {
     fn validate(&self, slots: u32) -> Result<()> {
         if self.max_batch_tokens == 0 || !self.max_batch_tokens.is_multiple_of(CHUNK_ALIGN) {
