@@ -140,7 +140,6 @@ def test_misspelt_variable_gets_a_hint():
 def test_variables_of_tests_and_strangers_are_let_pass():
     env = {
         "HEADRACE_CHECK": "1",
-        "HEADRACE_REQUIRE_GPU": "1",
         "HEADRACE_SOAK": "1",
         "HEADRACE_TEST_WEIGHTS": "/w",
         "PATH": "/bin",
