@@ -168,3 +168,45 @@ def test_a_state_pool_is_refused_where_it_makes_no_sense(loaded, tiny_qwen3):
         StatePool(model.config, slots=0, dtype=torch.float32)
     with pytest.raises(ConfigError, match="lower max_batch_size"):
         StatePool(KNOWN_CONFIGS["qwen3.5-27b"], slots=10**6, dtype=torch.bfloat16)
+
+
+def test_a_mixed_step_leaves_every_row_the_snapshot_of_its_own_solo_run(loaded):
+    """kv_formats.md section 8, 23 (sglang#39342); PFX-08: two prefills and two decode rows."""
+    model = loaded()
+    prompts = [random_prompt(length, seed=length) for length in (5, 40, 64, 130)]
+    solo = []
+    for slot, prompt in enumerate(prompts):
+        caches = pools(model)
+        prefill(model, caches, prompt, slot)
+        if slot < 2:
+            decode(model, caches, [(7 + slot, slot, len(prompt))])
+        solo.append(
+            caches[1].snapshot(slot, len(prompt) + (slot < 2), owner=slot, point=point_of(slot))
+        )
+    caches = pools(model)
+    for slot in (0, 1):
+        prefill(model, caches, prompts[slot], slot)
+    rows = [(7 + slot, slot, len(prompts[slot])) for slot in (1, 0)]
+    runs = [(prompts[slot], slot, 0) for slot in (3, 2)]
+    model.forward(make_batch(decode=rows, prefill=runs), *caches)
+    for slot, expected in enumerate(solo):
+        taken = caches[1].snapshot(slot, expected.position, owner=slot, point=point_of(slot))
+        assert torch.equal(taken.recurrent, expected.recurrent)
+        assert torch.equal(taken.conv, expected.conv)
+
+
+def point_of(slot):
+    return SnapshotPoint.DECODE if slot < 2 else SnapshotPoint.PROMPT_END
+
+
+def test_a_full_forward_and_prefill_with_decode_steps_drift_within_a_bound(loaded):
+    """kv_formats.md section 8, 26 (transformers#46190): the two forms of the delta rule."""
+    model = loaded(deterministic=False)
+    prompt = random_prompt(130)
+    whole = prefill(model, pools(model), prompt, 0)
+    caches = pools(model)
+    prefill(model, caches, prompt[:100], 0)
+    for at in range(100, 130):
+        stepped = decode(model, caches, [(prompt[at], 0, at)])[0]
+    assert (stepped - whole).norm() <= 1e-3 * whole.norm()
+    assert not torch.equal(stepped, whole), "the two forms are not bit-equal, or one was not used"
