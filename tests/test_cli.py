@@ -304,3 +304,9 @@ def test_plan_gives_the_numbers_of_the_27b_hybrid(kv_dtype, options, per_token, 
 def test_plan_refuses_ranks_that_split_a_linear_layer_unevenly():
     with pytest.raises(ConfigError, match=r"tp=3.*linear_num_key_heads"):
         make_plan(read_model_config("qwen3.5-27b"), model="27b", tp=3)
+
+
+def test_a_flag_that_is_not_a_number_is_refused_for_what_it_is(capsys):
+    """REQ-05: NaN is not equal to itself, which once looked like two flags that contradict."""
+    assert cli.main(["generate", "--prompt", "x", "--temperature", "nan"]) == 2
+    assert "temperature=nan" in capsys.readouterr().err

@@ -48,8 +48,10 @@ class Once(argparse.Action):
         flag = option_string or self.dest
         value = self.value_of(flag, values)
         given = vars(namespace).setdefault(_GIVEN, {})
-        before = given.setdefault(self.dest, (flag, value))
-        if before[1] != value:
+        before = given.get(self.dest)
+        if before is None:
+            given[self.dest] = (flag, value)
+        elif before[1] != value:
             parser.error(f"{before[0]} and {flag} contradict each other; give one of them")
         setattr(namespace, self.dest, value)
 
