@@ -6,8 +6,9 @@
 //! callers wait in slices and decide themselves when to give up.
 //!
 //! Order: under `Fcfs` strictly by arrival. A prompt that does not fit what is left of a step's
-//! token budget, or finds no slot, blocks those behind it (head of line, by design: a request is
-//! never overtaken). Under `Priority` the order is (class, arrival). Neither preempts.
+//! token budget, or finds no slot, blocks those behind it (head of line, by design). Admission is
+//! strictly in order; only the fewer than 64 tokens of budget that a cut chunk leaves may still
+//! compute the whole of a short prompt that is next in line. Under `Priority` the order is (class, arrival). Neither preempts.
 //!
 //! Invariants (checked by [`Scheduler::check`]):
 //! - a live id is in exactly one of waiting, running; a running request has a slot in use, a
