@@ -34,7 +34,28 @@ class UnknownRequest(HeadraceError, KeyError):
 
 
 class OutOfPages(HeadraceError, MemoryError):
-    """No room in a pool: says how much was needed, free and evictable."""
+    """No room in a pool: says how much was needed, free and evictable.
+
+    `item` is the index of the item of a group call that failed.
+    """
+
+    needed: int
+    free: int
+    evictable: int = 0
+    item: int | None = None
+
+
+class PageStateError(HeadraceError, ValueError):
+    """A page that is not in the state a call needs; nothing changed.
+
+    `index` is the position in the call of the first bad page (`page`, `start`), `fault` says what
+    is wrong with it.
+    """
+
+    index: int
+    page: int
+    start: int
+    fault: str
 
 
 class QueueFull(HeadraceError):

@@ -64,6 +64,34 @@ pub enum Error {
         /// Slots in the table.
         total: u32,
     },
+    /// The page pool has no room for a call.
+    #[error(
+        "OutOfPages: {}{needed} pages needed, {free} free, {evictable} evictable; free pages, ask \
+         for fewer or use a larger pool",
+        item.map(|item| format!("item {item}: ")).unwrap_or_default()
+    )]
+    OutOfPages {
+        /// Pages asked for.
+        needed: usize,
+        /// Pages the call could have got.
+        free: usize,
+        /// Pages that eviction could add.
+        evictable: usize,
+        /// Which item of a group call failed.
+        item: Option<usize>,
+    },
+    /// A page that is not in the state the call needs.
+    #[error("page {page} start {start} (number {index} of the call): {fault}")]
+    PageState {
+        /// Position in the call of the first bad page.
+        index: usize,
+        /// Its raw page.
+        page: u32,
+        /// Its first layer.
+        start: u32,
+        /// What is wrong with it.
+        fault: &'static str,
+    },
     /// Back-pressure: the waiting queue is full.
     #[error("queue is full: {waiting} requests wait, max_waiting is {max_waiting}; submit later")]
     QueueFull {
@@ -97,6 +125,14 @@ impl Error {
             value: value.to_string(),
             expected: expected.into(),
         }
+    }
+
+    /// The same failure, of item `item` of a group call.
+    pub(crate) fn of_item(mut self, at: usize) -> Self {
+        if let Self::OutOfPages { item, .. } = &mut self {
+            *item = Some(at);
+        }
+        self
     }
 
     pub(crate) fn request(

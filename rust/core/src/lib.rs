@@ -1,10 +1,11 @@
 //! Slots, scheduler and step plans: pure and synchronous, no Python, no GPU, no clock, no I/O.
 //!
-//! Lock order: scheduler -> slots. Nothing here calls out while it holds a lock.
+//! Lock order: scheduler -> slots, scheduler -> pages. Nothing here calls out while it holds a lock.
 #![forbid(unsafe_code)]
 
 mod error;
 mod ids;
+mod pages;
 mod plan;
 mod request;
 mod sampling;
@@ -14,6 +15,10 @@ mod sync;
 
 pub use error::{Error, Result};
 pub use ids::{Epoch, RequestId, SlotId};
+pub use pages::{
+    Addressing, ClassStats, Owner, PageAllocator, PageConfig, PageDump, PageEntry, PageRow,
+    PageStats, TracedPages,
+};
 pub use plan::{PlanBuilder, RowInput, SampleInput, SamplingRows, StepPlan, decode_width};
 pub use request::{
     FinishReason, Phase, PriorityClass, RequestResult, RequestSpec, RequestStatus, Stamps,

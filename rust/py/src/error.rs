@@ -12,7 +12,8 @@ pub(crate) fn to_py(py: Python<'_>, error: &Error) -> PyErr {
         Error::PromptTooLong { .. } => "PromptTooLong",
         Error::DuplicateRequest { .. } => "DuplicateRequest",
         Error::UnknownRequest { .. } => "UnknownRequest",
-        Error::OutOfSlots { .. } => "OutOfPages",
+        Error::OutOfSlots { .. } | Error::OutOfPages { .. } => "OutOfPages",
+        Error::PageState { .. } => "PageStateError",
         Error::QueueFull { .. } => "QueueFull",
         Error::StalePlan { .. } => "StalePlan",
         Error::Closed { .. } => "EngineClosed",
@@ -25,8 +26,27 @@ pub(crate) fn to_py(py: Python<'_>, error: &Error) -> PyErr {
         }
         Error::OutOfSlots { needed, free, .. } => value
             .setattr("needed", *needed)
+            .and_then(|()| value.setattr("free", *free)),
+        Error::OutOfPages {
+            needed,
+            free,
+            evictable,
+            item,
+        } => value
+            .setattr("needed", *needed)
             .and_then(|()| value.setattr("free", *free))
-            .and_then(|()| value.setattr("evictable", 0)),
+            .and_then(|()| value.setattr("evictable", *evictable))
+            .and_then(|()| value.setattr("item", *item)),
+        Error::PageState {
+            index,
+            page,
+            start,
+            fault,
+        } => value
+            .setattr("index", *index)
+            .and_then(|()| value.setattr("page", *page))
+            .and_then(|()| value.setattr("start", *start))
+            .and_then(|()| value.setattr("fault", *fault)),
         Error::DuplicateRequest { id } | Error::UnknownRequest { id } => {
             value.setattr("request_id", id.0)
         }
