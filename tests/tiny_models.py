@@ -188,8 +188,9 @@ def make_state(model, *, slots=8):
 def make_batch(decode=(), prefill=(), *, kv=None, tables=None, window=NO_WINDOW):
     """Batch of `decode` rows (token, slot, position) and `prefill` runs (tokens, slot, start).
 
-    A negative slot is padding. A slot is a page, unless `tables` gives the block table of each slot
-    over the pages of `kv`. Sampled rows: every decode row, then the last token of every run.
+    A negative slot is padding, at position 0. A slot is a page, unless `tables` gives the block
+    table of each slot over the pages of `kv`. Sampled rows: every decode row, then the last token
+    of every run.
     """
     tokens = [token for token, _, _ in decode]
     slots = [slot for _, slot, _ in decode]
@@ -198,7 +199,7 @@ def make_batch(decode=(), prefill=(), *, kv=None, tables=None, window=NO_WINDOW)
     segments = []
 
     def table_of(slot):
-        return [slot] if tables is None else tables[slot]
+        return [slot] if tables is None or slot < 0 else tables[slot]
 
     for run, slot, start in prefill:
         segments.append(
@@ -218,7 +219,7 @@ def make_batch(decode=(), prefill=(), *, kv=None, tables=None, window=NO_WINDOW)
     if tables is not None:
         # New tokens go to HIGH pages, whose entries are their numbers.
         size = kv.page_tokens
-        pages = [int(tables[s][at // size]) for s, at in zip(slots, positions, strict=True)]
+        pages = [int(table_of(s)[at // size]) for s, at in zip(slots, positions, strict=True)]
         offsets = [at % size for at in positions]
     return ForwardBatch(
         token_ids=torch.tensor(tokens),
@@ -226,7 +227,7 @@ def make_batch(decode=(), prefill=(), *, kv=None, tables=None, window=NO_WINDOW)
         token_pages=torch.tensor(pages),
         token_offsets=torch.tensor(offsets),
         num_decode=len(decode),
-        tables=[table_of(slot) if slot >= 0 else [] for _, slot, _ in decode],
+        tables=[table_of(slot) for _, slot, _ in decode],
         decode_lengths=[position + 1 if slot >= 0 else 0 for _, slot, position in decode],
         state_slots=torch.tensor([slot for _, slot, _ in decode], dtype=torch.int64),
         segments=segments,
