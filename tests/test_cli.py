@@ -10,7 +10,7 @@ from headrace import cli
 from headrace.commands.options import engine_config
 from headrace.config import option_table
 from headrace.errors import ConfigError
-from headrace.kv.slots import SlotKVCache
+from headrace.kv.cache import KVCache
 from headrace.models.known import KNOWN_CONFIGS
 from headrace.plan import make_plan, rank_config, read_model_config
 
@@ -214,7 +214,7 @@ def test_plan_counts_the_bytes_of_the_real_pools():
     for tp in (1, 2):
         plan = make_plan(config, model="m", tp=tp, slots=2, context=32)
         rank = rank_config(config, tp)
-        kv = SlotKVCache(rank, slots=2, max_context=32, dtype=_torch_dtype(plan.dtype))
+        kv = KVCache(rank, pages=2, page_tokens=32, dtype=_torch_dtype(plan.dtype))
         assert plan.kv_bytes_total == kv.k.nbytes + kv.v.nbytes
         assert plan.kv_bytes_per_token * tp == 114_688
 

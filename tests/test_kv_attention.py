@@ -12,8 +12,9 @@ import torch
 
 from headrace.backends.torch_ops import TorchBackend
 from headrace.bench.kv import every_format
+from headrace.kv.cache import KVCache
 from headrace.kv.codecs import decode, rotate_queries, unrotate_outputs
-from headrace.kv.slots import SlotKVCache
+from headrace.kv.tables import NO_WINDOW
 from headrace.models.known import KNOWN_CONFIGS
 
 KV_HEADS = 2
@@ -29,9 +30,7 @@ def filled(kv_format, head_dim, group):
         num_kv_heads=KV_HEADS,
         head_dim=head_dim,
     )
-    kv = SlotKVCache(
-        config, slots=3, max_context=TOKENS + 2, dtype=torch.float32, kv_format=kv_format
-    )
+    kv = KVCache(config, pages=3, page_tokens=TOKENS + 2, dtype=torch.float32, kv_format=kv_format)
     kv.fill_poison()
     generator = torch.Generator().manual_seed(head_dim + group)
     k, v = torch.randn((2, TOKENS, KV_HEADS, head_dim), generator=generator)
@@ -59,10 +58,11 @@ def test_decode_and_prefill_equal_fp64_over_the_stored_vectors(kv_format, head_d
     backend = TorchBackend("cpu", deterministic=False)
     kv, q = filled(kv_format, head_dim, group)
     mask = backend.prefill_mask(TOKENS - TOKENS % 64, torch.float32)
-    prefill = backend.attention_prefill(q, 0, kv, SLOT, 0, mask)
+    prefill = backend.attention_prefill(q, 0, kv, [SLOT], 0, mask, NO_WINDOW)
     for row in (0, 1, 62, 63, 64, 65, 127, 128, TOKENS - 1):  # both sides of every tile edge
         expected, largest = exact(kv, q[row], row + 1, group)
-        stepped = backend.attention_decode(q[row : row + 1], 0, kv, [SLOT], [row + 1])[0]
+        one = q[row : row + 1]
+        stepped = backend.attention_decode(one, 0, kv, [[SLOT]], [row + 1], NO_WINDOW)[0]
         for out in (prefill[row], stepped):
             error = out.double() - expected
             assert error.norm() <= 1e-3 * expected.norm()
@@ -75,9 +75,9 @@ def test_a_cut_prefill_has_the_bits_of_one_in_a_piece(kv_format):
     backend = TorchBackend("cpu", deterministic=True)
     kv, q = filled(kv_format, 64, 3)
     mask = backend.prefill_mask(TOKENS - TOKENS % 64, torch.float32)
-    whole = backend.attention_prefill(q, 0, kv, SLOT, 0, mask)
+    whole = backend.attention_prefill(q, 0, kv, [SLOT], 0, mask, NO_WINDOW)
     parts = [
-        backend.attention_prefill(q[start:end], 0, kv, SLOT, start, mask)
+        backend.attention_prefill(q[start:end], 0, kv, [SLOT], start, mask, NO_WINDOW)
         for start, end in ((0, 64), (64, 128), (128, TOKENS))
     ]
     assert torch.equal(torch.cat(parts), whole)

@@ -43,13 +43,17 @@ def bytes_of(tensor):
 
 
 def strided(layout, *, pages, page_tokens):
-    """Planes with gaps after each head row, position and page, inside guarded memory."""
+    """Planes with gaps after each head row, position and page, inside guarded memory.
+
+    The pages of all layers are evenly spaced, since a flat page number is an address.
+    """
     memory, tensors = {}, {}
     for plane in layout.planes:
         shape = layout.plane_shape(plane, pages, page_tokens)
         strides = [1]
-        for extent in reversed(shape[1:]):
+        for extent in reversed(shape[2:]):
             strides.insert(0, strides[0] * extent + 32)
+        strides.insert(0, strides[0] * pages)
         size = sum((extent - 1) * step for extent, step in zip(shape, strides, strict=True)) + 1
         raw = torch.full((size * plane.dtype.itemsize + 512,), GUARD, dtype=torch.uint8)
         start = -raw.data_ptr() % 256
@@ -114,6 +118,12 @@ def test_strided_planes_hold_the_same_rows_and_keep_their_gaps(kv_format):
         target.fill_poison()
         for layer in range(LAYERS):
             target.append(layer, cells // 16, cells % 16, k + layer, v - layer)
+    flats = np.array([6, 1, 3])  # pages 2 of layer 1, 1 and 3 of layer 0
+    for which in "kv":
+        for rows, others in zip(
+            pool.gather(which, flats, 40), padded.gather(which, flats, 40), strict=True
+        ):
+            assert torch.equal(bytes_of(rows), bytes_of(others))
     for name, tensor in padded.tensors.items():
         assert torch.equal(bytes_of(tensor), bytes_of(pool.tensors[name]))
         rows = bytes_of(tensor).numel()
@@ -179,8 +189,11 @@ def test_slots_and_pages_hold_the_same_bits(kv_format):
             paged.rows(which, 0, page, length)
             for page, length in zip(table.tolist(), lengths, strict=True)
         ]
-        for rows, pieces in zip(whole, zip(*parts, strict=True), strict=True):
+        gathered = paged.gather(which, table.numpy(), 50)
+        for rows, copy, pieces in zip(whole, gathered, zip(*parts, strict=True), strict=True):
             assert torch.equal(rows, torch.cat(pieces))
+            assert torch.equal(rows, copy)
+            assert copy.is_contiguous()
 
 
 @every_format
@@ -270,6 +283,7 @@ def test_planes_that_do_not_fit_are_refused():
         ({"v": good["v"].view(torch.int8)}, "v must be torch.uint8"),
         ({"v": good["v"][:, :3]}, "v must be"),
         ({"k": good["k"].transpose(3, 4).contiguous().transpose(3, 4)}, "row stride"),
+        ({"k": good["k"].transpose(0, 1).contiguous().transpose(0, 1)}, "layer stride"),
         ({"k": unaligned}, "aligned"),
     ):
         tensors = {name: entry for name, entry in (good | change).items() if entry is not None}

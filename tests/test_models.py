@@ -1,6 +1,7 @@
 """The forward pass against transformers in fp32, and the bits promised in deterministic mode."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ from hypothesis import strategies as st
 
 from headrace.backends.torch_ops import TorchBackend
 from headrace.errors import ConfigError
+from headrace.kv.cache import KVCache, kv_layout
 from headrace.kv.formats import KVFormat
 from headrace.kv.memory import available_bytes
-from headrace.kv.slots import SlotKVCache, kv_layout
 from headrace.layers import rope
 from headrace.loading.build import load_model
 from headrace.loading.resolve import resolve_model
@@ -132,7 +133,7 @@ def test_a_reused_slot_full_of_nan_gives_the_bits_of_a_fresh_one(tiny_qwen3):
     """PFX-06."""
     model = tiny_qwen3.load()
     prompt = random_prompt(90)
-    fresh = SlotKVCache(model.config, slots=1, max_context=128, dtype=torch.float32)
+    fresh = KVCache(model.config, pages=1, page_tokens=128, dtype=torch.float32)
     fresh.k.zero_()
     fresh.v.zero_()
     poisoned = make_kv(model, slots=1, max_context=128)
@@ -157,28 +158,29 @@ def test_a_step_that_samples_nothing_gives_no_rows(tiny_qwen3):
         batch = ForwardBatch(
             token_ids=torch.tensor([1, 2]),
             positions=torch.tensor([0, 1]),
-            token_slots=torch.tensor([0, 0]),
+            token_pages=torch.tensor([0, 0]),
+            token_offsets=torch.tensor([0, 1]),
             num_decode=0,
-            decode_slots=[],
+            tables=[],
             decode_lengths=[],
-            segments=[PrefillSegment(0, 0, 2, 0)],
+            state_slots=torch.tensor([], dtype=torch.int64),
+            segments=[PrefillSegment(table=[0], state_slot=0, start=0, length=2, offset=0)],
             sample_index=torch.tensor([], dtype=torch.int64),
         )
         assert model.forward(batch, make_kv(model)).shape == (0, model.config.vocab_size)
 
 
 def test_batch_must_cover_its_tokens():
-    with pytest.raises(ValueError, match="cover 1 of 2"):
-        ForwardBatch(
-            token_ids=torch.tensor([1, 2]),
-            positions=torch.tensor([0, 1]),
-            token_slots=torch.tensor([0, 0]),
-            num_decode=1,
-            decode_slots=[0],
-            decode_lengths=[1],
-            segments=[],
-            sample_index=torch.tensor([0]),
-        )
+    good = make_batch(decode=[(1, 0, 0), (2, 1, 0)], prefill=[([3, 4], 2, 0)])
+    parts = {field.name: getattr(good, field.name) for field in dataclasses.fields(good)}
+    for changes, words in (
+        ({"segments": []}, "cover 2 of 4"),
+        ({"token_pages": torch.tensor([0])}, "4 token_ids and 1 token_pages"),
+        ({"tables": [[0]]}, "2 decode rows and 1 tables"),
+        ({"state_slots": torch.tensor([0])}, "2 decode rows and 1 state_slots"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ForwardBatch(**(parts | changes))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -293,7 +295,7 @@ def test_a_pool_larger_than_memory_is_refused_before_allocation():
         (1, -1, "positive"),
     ):
         with pytest.raises(ConfigError, match=message):
-            SlotKVCache(config, slots=slots, max_context=max_context, dtype=torch.float32)
+            KVCache(config, pages=slots, page_tokens=max_context, dtype=torch.float32)
 
 
 def test_smollm2_greedy_ids_equal_the_fixture(smollm2_dir, smollm2_fixture):

@@ -158,6 +158,38 @@ def test_snapshots_have_owners_and_a_budget(loaded):
         SnapshotStore(-1)
 
 
+def test_a_staged_copy_outlives_later_steps_and_has_the_same_bits(loaded):
+    def bits(slot):
+        return [tensor[:, slot].clone() for tensor in state.tensors.values()]
+
+    model = loaded()
+    state = StatePool(model.config, slots=3, staging=2, dtype=model.dtype)
+    state.fill_poison()
+    assert state.bytes_total == 5 * state.bytes_per_slot
+    assert state.bytes_total == sum(tensor.nbytes for tensor in state.tensors.values())
+    assert all(tensor.shape[1] == 5 for tensor in state.tensors.values())
+    caches = make_kv(model, slots=3), state
+    prefill(model, caches, random_prompt(70), 1)
+    state.copy_slot(1, 4)
+    staged = bits(4)
+    assert_same_bits(staged, bits(1))
+    expected = decode(model, caches, [(5, 1, 70)])
+    after = bits(1)
+    for one, other in zip(after, staged, strict=True):
+        assert not torch.equal(one, other)
+    state.copy_slot(4, 1)
+    assert torch.equal(decode(model, caches, [(5, 1, 70)]), expected)
+    assert_same_bits(bits(1), after)
+    assert state.recurrent[:, [0, 2, 3]].isnan().all()
+    assert state.conv[:, [0, 2, 3]].isnan().all()
+    for src, dst in ((1, 5), (5, 1), (-1, 0), (0, -1)):
+        with pytest.raises(ValueError, match="not one of the 5 slots"):
+            state.copy_slot(src, dst)
+    assert_same_bits(bits(1), after)
+    with pytest.raises(ConfigError, match="staging must not be negative, got -1"):
+        StatePool(model.config, slots=3, staging=-1, dtype=model.dtype)
+
+
 def test_a_state_pool_is_refused_where_it_makes_no_sense(loaded, tiny_qwen3):
     model = loaded()
     with pytest.raises(ConfigError, match="needs a StatePool"):

@@ -16,8 +16,9 @@ from transformers import (
 )
 
 from headrace.backends.torch_ops import TorchBackend
-from headrace.kv.slots import SlotKVCache
+from headrace.kv.cache import KVCache
 from headrace.kv.state import StatePool
+from headrace.kv.tables import NO_WINDOW
 from headrace.loading.build import load_model
 from headrace.loading.resolve import resolve_model
 from headrace.models.batch import ForwardBatch, PrefillSegment
@@ -168,7 +169,7 @@ def load(path, *, deterministic=False):
 
 
 def make_kv(model, *, slots=8, max_context=512):
-    kv = SlotKVCache(model.config, slots=slots, max_context=max_context, dtype=model.dtype)
+    kv = KVCache(model.config, pages=slots, page_tokens=max_context, dtype=model.dtype)
     # What must not be read is poisoned: one stale value in a sum shows up as NaN.
     kv.k.fill_(float("nan"))
     kv.v.fill_(float("nan"))
@@ -184,31 +185,54 @@ def make_state(model, *, slots=8):
     return state
 
 
-def make_batch(decode=(), prefill=()):
+def make_batch(decode=(), prefill=(), *, kv=None, tables=None, window=NO_WINDOW):
     """Batch of `decode` rows (token, slot, position) and `prefill` runs (tokens, slot, start).
 
-    Sampled rows: every decode row, then the last token of every run.
+    A negative slot is padding, at position 0. A slot is a page, unless `tables` gives the block
+    table of each slot over the pages of `kv`. Sampled rows: every decode row, then the last token
+    of every run.
     """
     tokens = [token for token, _, _ in decode]
     slots = [slot for _, slot, _ in decode]
     positions = [position for _, _, position in decode]
     sample = list(range(len(decode)))
     segments = []
+
+    def table_of(slot):
+        return [slot] if tables is None or slot < 0 else tables[slot]
+
     for run, slot, start in prefill:
-        segments.append(PrefillSegment(slot, start, len(run), len(tokens)))
+        segments.append(
+            PrefillSegment(
+                table=table_of(slot),
+                state_slot=slot,
+                start=start,
+                length=len(run),
+                offset=len(tokens),
+            )
+        )
         tokens += run
         slots += [slot] * len(run)
         positions += range(start, start + len(run))
         sample.append(len(tokens) - 1)
+    pages, offsets = slots, positions
+    if tables is not None:
+        # New tokens go to HIGH pages, whose entries are their numbers.
+        size = kv.page_tokens
+        pages = [int(table_of(s)[at // size]) for s, at in zip(slots, positions, strict=True)]
+        offsets = [at % size for at in positions]
     return ForwardBatch(
         token_ids=torch.tensor(tokens),
         positions=torch.tensor(positions),
-        token_slots=torch.tensor(slots),
+        token_pages=torch.tensor(pages),
+        token_offsets=torch.tensor(offsets),
         num_decode=len(decode),
-        decode_slots=[slot for _, slot, _ in decode],
-        decode_lengths=[position + 1 for _, _, position in decode],
+        tables=[table_of(slot) for _, slot, _ in decode],
+        decode_lengths=[position + 1 if slot >= 0 else 0 for _, slot, position in decode],
+        state_slots=torch.tensor([slot for _, slot, _ in decode], dtype=torch.int64),
         segments=segments,
         sample_index=torch.tensor(sample),
+        window=window,
     )
 
 

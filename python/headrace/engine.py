@@ -17,9 +17,9 @@ from headrace._core import CHUNK_ALIGN, SamplingSpec, Scheduler, SlotAllocator, 
 from headrace.backends.torch_ops import TorchBackend
 from headrace.config import EngineConfig, checks_enabled
 from headrace.errors import ConfigError, EngineClosed, InvalidRequest, PromptTooLong, UnknownRequest
+from headrace.kv.cache import KVCache, kv_layout
 from headrace.kv.formats import parse_kv_format
 from headrace.kv.memory import available_bytes
-from headrace.kv.slots import SlotKVCache, kv_layout
 from headrace.kv.state import StatePool
 from headrace.loading.build import LoadedModel, load_model
 from headrace.loading.resolve import resolve_model
@@ -112,10 +112,10 @@ class Engine:
             config.max_batch_size * loaded.config.state_bytes_per_slot(dtype.itemsize),
             available_bytes(self.device),
         )
-        self.kv = SlotKVCache(
+        self.kv = KVCache(
             loaded.config,
-            slots=config.max_batch_size,
-            max_context=self.max_context,
+            pages=config.max_batch_size,
+            page_tokens=self.max_context,
             dtype=dtype,
             device=self.device,
             kv_format=kv_format,

@@ -14,8 +14,8 @@ import torch
 from headrace.backends.base import PREFILL_TILE
 from headrace.config import MAX_BATCH_SIZE
 from headrace.errors import ConfigError, ModelError
-from headrace.kv.formats import parse_kv_format
-from headrace.kv.slots import kv_layout
+from headrace.kv.cache import check_width, kv_layout
+from headrace.kv.formats import KVLayout, parse_kv_format
 from headrace.loading.gguf_file import GgufFile
 from headrace.loading.pull import PULLABLE
 from headrace.loading.resolve import resolve_model
@@ -58,6 +58,48 @@ class MemoryPlan:
     left_bytes: int | None = None
     max_slots_that_fit: int | None = None
     max_context_that_fits: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagePlan:
+    """Bytes of a paged KV pool of one rank.
+
+    A raw page is `page_tokens` tokens over all KV layers: one HIGH page, or several LOW pages of
+    `width` layers, which hold `low_tokens_per_raw_page` tokens between them. Layers that are left
+    over when the width does not divide them are unused.
+    """
+
+    pages: int
+    page_tokens: int
+    width: int
+    raw_page_bytes: int
+    low_page_bytes: int
+    low_pages_per_raw_page: int
+    low_tokens_per_raw_page: int
+    pool_bytes: int
+
+
+def plan_pages(layout: KVLayout, *, pages: int, page_tokens: int, width: int) -> PagePlan:
+    """Compute the bytes of a pool of `pages` raw pages whose LOW pages span `width` layers.
+
+    Raises
+    ------
+    ConfigError
+        A size is not positive or too large, or `width` is beyond the KV layers.
+    """
+    check_width(width, layout.layers)
+    raw_page_bytes = layout.bytes_per_page(page_tokens)
+    low_pages = layout.layers // width
+    return PagePlan(
+        pages=pages,
+        page_tokens=page_tokens,
+        width=width,
+        raw_page_bytes=raw_page_bytes,
+        low_page_bytes=raw_page_bytes // layout.layers * width,
+        low_pages_per_raw_page=low_pages,
+        low_tokens_per_raw_page=low_pages * page_tokens,
+        pool_bytes=layout.pool_bytes(pages, page_tokens),
+    )
 
 
 def read_model_config(model: str) -> ModelConfig:

@@ -9,7 +9,8 @@ from typing import Protocol
 
 import torch
 
-from headrace.kv.slots import SlotKVCache
+from headrace.kv.cache import KVCache
+from headrace.kv.tables import Table, Window
 from headrace.layers.block_fp8 import BlockFp8Weight
 
 # Prefill attention works on tiles of query rows aligned at absolute multiples of this number, so
@@ -23,8 +24,9 @@ Weight = torch.Tensor | BlockFp8Weight
 class Backend(Protocol):
     """Operations of the forward pass. T = tokens of the step, B = decode rows.
 
-    Hk, Hv = key and value heads of a linear layer, dk, dv = their widths. A negative slot is a
-    padding row: no operation reads or writes anything for it, and its result is zero.
+    Hk, Hv = key and value heads of a linear layer, dk, dv = their widths. A row of length 0, with a
+    negative slot and page, is padding: no operation reads or writes anything for it, and its result
+    is zero. Tables and windows: `headrace.kv.tables`.
 
     deterministic: the bits of a row depend on nothing but its own request.
     supported_dtypes: dtypes the weights and the KV may have.
@@ -71,13 +73,13 @@ class Backend(Protocol):
     def kv_append(
         self,
         layer: int,
-        kv: SlotKVCache,
-        slots: torch.Tensor,
-        positions: torch.Tensor,
+        kv: KVCache,
+        pages: torch.Tensor,
+        offsets: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> None:
-        """Store `k, v [T, kv_heads, head_dim]` at (layer, slots[t], positions[t])."""
+        """Store `k, v [T, kv_heads, head_dim]` in row `offsets[t]` of HIGH page `pages[t]`."""
         ...
 
     def prefill_mask(self, max_start: int, dtype: torch.dtype) -> torch.Tensor:
@@ -91,14 +93,15 @@ class Backend(Protocol):
         self,
         q: torch.Tensor,
         layer: int,
-        kv: SlotKVCache,
-        slot: int,
+        kv: KVCache,
+        table: Table,
         start: int,
         mask: torch.Tensor,
+        window: Window,
     ) -> torch.Tensor:
         """Causal attention of n new tokens at positions start..start+n-1, already appended.
 
-        q and result: `[n, heads, head_dim]`.
+        q and result: `[n, heads, head_dim]`. Never reads beyond the last of them.
         """
         ...
 
@@ -106,11 +109,12 @@ class Backend(Protocol):
         self,
         q: torch.Tensor,
         layer: int,
-        kv: SlotKVCache,
-        slots: Sequence[int],
+        kv: KVCache,
+        tables: Sequence[Table],
         lengths: Sequence[int],
+        window: Window,
     ) -> torch.Tensor:
-        """Attention of one new token a row against the first `lengths[b]` tokens of its slot.
+        """Attention of one new token a row against the first `lengths[b]` tokens of its table.
 
         q and result: `[B, heads, head_dim]`. Never reads beyond a row's own length.
         """

@@ -14,8 +14,8 @@ from headrace.bench.kv import every_format
 from headrace.bench.output import Report
 from headrace.engine import Engine
 from headrace.errors import ConfigError
+from headrace.kv.cache import KVCache
 from headrace.kv.formats import AUTO, FP8, INT8, K8V4, KVFormat
-from headrace.kv.slots import SlotKVCache
 from headrace.kv.state import StatePool
 from headrace.models.batch import ForwardBatch, PrefillSegment
 
@@ -73,9 +73,7 @@ def bench_quality(engine: Engine, *, tokens: int = TEXT_TOKENS) -> Report:
 def _log_probs(engine: Engine, token_ids: list[int], kv_format: KVFormat) -> torch.Tensor:
     """Log-probabilities after every token of a text, fp32 `[tokens, vocab]`."""
     model, count = engine.runner.model, len(token_ids)
-    kv = SlotKVCache(
-        model.config, slots=1, max_context=count, dtype=model.dtype, kv_format=kv_format
-    )
+    kv = KVCache(model.config, pages=1, page_tokens=count, dtype=model.dtype, kv_format=kv_format)
     state = None
     if model.config.linear is not None:
         state = StatePool(model.config, slots=1, dtype=model.dtype)
@@ -83,11 +81,13 @@ def _log_probs(engine: Engine, token_ids: list[int], kv_format: KVFormat) -> tor
     batch = ForwardBatch(
         token_ids=torch.tensor(token_ids),
         positions=positions,
-        token_slots=torch.zeros_like(positions),
+        token_pages=torch.zeros_like(positions),
+        token_offsets=positions,
         num_decode=0,
-        decode_slots=[],
+        tables=[],
         decode_lengths=[],
-        segments=[PrefillSegment(0, 0, count, 0)],
+        state_slots=positions[:0],
+        segments=[PrefillSegment(table=[0], state_slot=0, start=0, length=count, offset=0)],
         sample_index=positions,
     )
     return torch.log_softmax(model.forward(batch, kv, state), dim=-1)

@@ -3,7 +3,8 @@
 Owns the plane tensors `[layers, pages, page_tokens, kv_heads, row]`. Fixed slots are the same pool
 with pages of `max_context` tokens. Who holds which page is the scheduler's business.
 
-Invariants: every plane base is 256-byte aligned and rows are contiguous; other strides are free and
+Invariants: every plane base is 256-byte aligned, rows are contiguous, and the pages of all layers
+are evenly spaced, so that `layer * pages + page` is an address; other strides are free and
 respected. Memory is not initialised, so untouched pages cost nothing on a CPU and stale rows may
 hold NaN: whoever reads stays within the length of its request. Every reader sees what was stored,
 never the value before quantisation. No locks: one step at a time.
@@ -13,7 +14,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from headrace.errors import ConfigError
 from headrace.kv.codecs import check_finite, decode, encode
@@ -33,7 +36,7 @@ class PlanePool:
     Raises
     ------
     ConfigError
-        A plane is missing, unknown, or has another dtype, shape, row stride or alignment.
+        A plane is missing, unknown, or has another dtype, shape, stride or alignment.
     """
 
     def __init__(
@@ -139,6 +142,28 @@ class PlanePool:
         assert 0 <= length <= self.page_tokens, "a read stays within its page"
         return tuple(self.tensors[name][layer, page, :length] for name in self._names[which])
 
+    def gather(
+        self, which: Which, flats: NDArray[np.int64], length: int
+    ) -> tuple[torch.Tensor, ...]:
+        """Copies `[length, kv_heads, row]` of the planes of K or V, from several pages in order.
+
+        flats: `layer * pages + page` of each page. Reads nothing beyond `length`.
+        """
+        full, rest = divmod(length, self.page_tokens)
+        assert len(flats) == full + bool(rest), "as many pages as the length needs"
+        # `index_select`: 16 pages of 48 KiB take 28 us, plain indexing 94.
+        whole = torch.from_numpy(flats[:full]).to(self.device)
+        copies = []
+        for name in self._names[which]:
+            pages = self.tensors[name].view(-1, *self.tensors[name].shape[2:])
+            rows = pages.new_empty((length, *pages.shape[2:]))
+            head = rows[: full * self.page_tokens].view(full, *pages.shape[1:])
+            torch.index_select(pages, 0, whole, out=head)
+            if rest:
+                rows[full * self.page_tokens :] = pages[int(flats[full]), :rest]
+            copies.append(rows)
+        return tuple(copies)
+
     def read(self, layer: int, page: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of the first `length` tokens of a page, fp32 `[length, kv_heads, head_dim]`.
 
@@ -172,5 +197,11 @@ def _check_tensor(plane: Plane, shape: tuple[int, ...], tensor: torch.Tensor) ->
         )
     if tensor.stride(-1) != 1:
         raise ConfigError(f"KV plane {plane.name} has a row stride of {tensor.stride(-1)}, not 1")
+    layers, pages = shape[:2]
+    if layers > 1 and tensor.stride(0) != pages * tensor.stride(1):
+        raise ConfigError(
+            f"KV plane {plane.name} has a layer stride of {tensor.stride(0)}, not {pages} pages of "
+            f"{tensor.stride(1)}"
+        )
     if tensor.data_ptr() % PLANE_ALIGNMENT:
         raise ConfigError(f"KV plane {plane.name} is not aligned to {PLANE_ALIGNMENT} bytes")

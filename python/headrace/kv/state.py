@@ -1,15 +1,16 @@
 """State of linear-attention layers: one slot holds what a request carries from token to token.
 
-Owns the two pool tensors. Who holds which slot is the scheduler's business, and a request has the
-same number here and in the KV pools. Memory is not initialised, and a freed slot keeps what the
-last tenant left: a request that starts at position 0 starts from zeros by flag, not by trust.
-State cannot be rolled back, so going back to a position needs a snapshot of it. No locks: one step
-at a time, and snapshots are taken between steps.
+Owns the two pool tensors. Who holds which slot is the scheduler's business. Memory is not
+initialised, and a freed slot keeps what the last tenant left: a request that starts at position 0
+starts from zeros by flag, not by trust. State cannot be rolled back, so going back to a position
+needs a snapshot of it. No locks: one step at a time, and snapshots are taken between steps.
 """
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 
 import torch
 
@@ -53,14 +54,16 @@ class StateSnapshot:
 class StatePool:
     """Pools of both kinds of state, one slot a request.
 
-    recurrent: fp32 `[linear layers, slots, Hv, dv, dk]`; conv: `[linear layers, slots, channels,
-    3]` in the dtype of the model, the last three inputs of the convolution, oldest first.
+    recurrent: fp32 `[linear layers, rows, Hv, dv, dk]`; conv: `[linear layers, rows, channels, 3]`
+    in the dtype of the model, the last three inputs of the convolution, oldest first. There are
+    `rows = slots + staging`: the last ones belong to no request and hold what is on its way to or
+    from host memory.
 
     Raises
     ------
     ConfigError
-        The model has no linear layers, `slots` is not positive, or the pools do not fit in the
-        memory that is free now. Nothing has been allocated then.
+        The model has no linear layers, `slots` is not positive, `staging` is negative, or the pools
+        do not fit in the memory that is free now. Nothing has been allocated then.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class StatePool:
         *,
         slots: int,
         dtype: torch.dtype,
+        staging: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
         linear = config.linear
@@ -76,25 +80,46 @@ class StatePool:
             raise ConfigError(f"{config.architecture} has no linear layers and needs no state")
         if slots <= 0:
             raise ConfigError(f"slots must be positive, got {slots}")
+        if staging < 0:
+            raise ConfigError(f"staging must not be negative, got {staging}")
         self.slots = slots
+        self.staging = staging
+        self.rows = slots + staging
         self.device = torch.device(device)
         self.bytes_per_slot = config.state_bytes_per_slot(dtype.itemsize)
-        self.bytes_total = slots * self.bytes_per_slot
+        self.bytes_total = self.rows * self.bytes_per_slot
         available = available_bytes(self.device)
         if self.bytes_total > available:
             raise ConfigError(
-                f"state pools need {self.bytes_total:,} bytes ({slots} slots x "
-                f"{self.bytes_per_slot:,}), {available:,} are free on {self.device}; lower "
-                f"max_batch_size"
+                f"state pools need {self.bytes_total:,} bytes ({slots} slots and {staging} "
+                f"staging slots x {self.bytes_per_slot:,}), {available:,} are free on "
+                f"{self.device}; lower max_batch_size"
             )
         layers = config.linear_layers
         matrices = (linear.value_heads, linear.value_head_dim, linear.key_head_dim)
         self.recurrent = torch.empty(
-            (layers, slots, *matrices), dtype=torch.float32, device=self.device
+            (layers, self.rows, *matrices), dtype=torch.float32, device=self.device
         )
         self.conv = torch.empty(
-            (layers, slots, linear.channels, CONV_WIDTH - 1), dtype=dtype, device=self.device
+            (layers, self.rows, linear.channels, CONV_WIDTH - 1), dtype=dtype, device=self.device
         )
+        # Copies iterate over this, so that none can be forgotten.
+        self.tensors: Mapping[str, torch.Tensor] = MappingProxyType(
+            {"recurrent": self.recurrent, "conv": self.conv}
+        )
+
+    def copy_slot(self, src: int, dst: int) -> None:
+        """Copy all of the state of one slot to another; either may be a staging slot.
+
+        Raises
+        ------
+        ValueError
+            No such slot; nothing was written.
+        """
+        self._check_slot(src)
+        self._check_slot(dst)
+        for tensor in self.tensors.values():
+            tensor[:, dst] = tensor[:, src]
 
     def snapshot(
         self, slot: int, position: int, *, owner: int, point: SnapshotPoint
@@ -137,13 +162,13 @@ class StatePool:
 
     def fill_poison(self) -> None:
         """Fill both pools with NaN, to find reads of a state that nobody wrote."""
-        self.recurrent.fill_(float("nan"))
-        self.conv.fill_(float("nan"))
+        for tensor in self.tensors.values():
+            tensor.fill_(float("nan"))
 
     def _check_slot(self, slot: int) -> None:
         # Python would take -1 for the last slot, which may be another request's.
-        if not 0 <= slot < self.slots:
-            raise ValueError(f"slot {slot} is not one of the {self.slots} slots of this pool")
+        if not 0 <= slot < self.rows:
+            raise ValueError(f"slot {slot} is not one of the {self.rows} slots of this pool")
 
 
 class SnapshotStore:

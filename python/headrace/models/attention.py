@@ -32,7 +32,7 @@ class Attention:
         batch, kv = step.batch, step.kv
         heads, gate = self._split_gate(self._qkv.forward(x))
         q, k, v = self._rotated(heads, step)
-        self._backend.kv_append(self._kv_layer, kv, batch.token_slots, batch.positions, k, v)
+        self._backend.kv_append(self._kv_layer, kv, batch.token_pages, batch.token_offsets, k, v)
         attended = self._attend(q, step).view(x.shape[0], -1)  # [T, Hq * D]
         if gate is not None:
             attended = self._backend.sigmoid_gate(attended, gate)
@@ -68,17 +68,17 @@ class Attention:
         rows = batch.num_decode
         if not batch.segments:
             return self._backend.attention_decode(
-                q, self._kv_layer, kv, batch.decode_slots, batch.decode_lengths
+                q, self._kv_layer, kv, batch.tables, batch.decode_lengths, batch.window
             )
         assert step.mask is not None  # made whenever there are segments
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if rows:
             out[:rows] = self._backend.attention_decode(
-                q[:rows], self._kv_layer, kv, batch.decode_slots, batch.decode_lengths
+                q[:rows], self._kv_layer, kv, batch.tables, batch.decode_lengths, batch.window
             )
         for segment in batch.segments:
             span = slice(segment.offset, segment.offset + segment.length)
             out[span] = self._backend.attention_prefill(
-                q[span], self._kv_layer, kv, segment.slot, segment.start, step.mask
+                q[span], self._kv_layer, kv, segment.table, segment.start, step.mask, batch.window
             )
         return out

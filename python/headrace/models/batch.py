@@ -5,28 +5,35 @@ from dataclasses import dataclass
 
 import torch
 
+from headrace.kv.tables import NO_WINDOW, Table, Window
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PrefillSegment:
     """A run of new prompt tokens of one request.
 
-    slot: where its KV lives; start: absolute position of its first token; length: number of
-    tokens; offset: index of its first token in the batch.
+    table: block table of its row; state_slot: where its state lives, if the model has any; start:
+    absolute position of its first token; length: number of tokens; offset: index of its first token
+    in the batch.
     """
 
-    slot: int
+    table: Table
+    state_slot: int
     start: int
     length: int
     offset: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ForwardBatch:
     """T tokens for one forward pass.
 
-    The first `num_decode` tokens are decode rows, one token each; the segments follow without
-    gaps. `decode_lengths` counts the KV of a row *including* its new token. `sample_index` holds
-    the indices into T whose logits are wanted.
+    The first `num_decode` tokens are decode rows, one token each; the segments follow without gaps.
+    `token_pages` and `token_offsets` say which HIGH page each token is written to, and where in it.
+    `tables`, `decode_lengths` and `state_slots` have one entry a decode row; a length counts the KV
+    of a row *including* its new token, and is 0 for padding, whose page and slot are -1. `window`
+    says where LOW entries of the tables lie. `sample_index` holds the indices into T whose logits
+    are wanted.
 
     Raises
     ------
@@ -36,25 +43,26 @@ class ForwardBatch:
 
     token_ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64
-    token_slots: torch.Tensor  # [T] int64
+    token_pages: torch.Tensor  # [T] int64
+    token_offsets: torch.Tensor  # [T] int64
     num_decode: int
-    decode_slots: Sequence[int]
+    tables: Sequence[Table]
     decode_lengths: Sequence[int]
+    state_slots: torch.Tensor  # [num_decode] int64
     segments: Sequence[PrefillSegment]
     sample_index: torch.Tensor  # [S] int64
+    window: Window = NO_WINDOW
 
     def __post_init__(self) -> None:
         tokens = self.token_ids.shape[0]
-        if self.positions.shape[0] != tokens or self.token_slots.shape[0] != tokens:
-            raise ValueError(
-                f"token_ids, positions and token_slots differ in length: {tokens}, "
-                f"{self.positions.shape[0]}, {self.token_slots.shape[0]}"
-            )
-        if not self.num_decode == len(self.decode_slots) == len(self.decode_lengths):
-            raise ValueError(
-                f"{self.num_decode} decode rows, {len(self.decode_slots)} slots and "
-                f"{len(self.decode_lengths)} lengths"
-            )
+        for name in ("positions", "token_pages", "token_offsets"):
+            count = getattr(self, name).shape[0]
+            if count != tokens:
+                raise ValueError(f"{tokens} token_ids and {count} {name}")
+        for name in ("tables", "decode_lengths", "state_slots"):
+            count = len(getattr(self, name))
+            if count != self.num_decode:
+                raise ValueError(f"{self.num_decode} decode rows and {count} {name}")
         covered = self.num_decode
         for segment in self.segments:
             if segment.offset != covered or segment.length <= 0 or segment.start < 0:

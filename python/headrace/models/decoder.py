@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from headrace.backends.base import PREFILL_TILE, Backend
 from headrace.errors import ConfigError
-from headrace.kv.slots import SlotKVCache
+from headrace.kv.cache import KVCache
 from headrace.kv.state import StatePool
 from headrace.layers import rope
 from headrace.layers.linear import Linear
@@ -19,7 +19,7 @@ from headrace.models.batch import ForwardBatch
 from headrace.models.config import ModelConfig
 from headrace.models.hybrid import LinearMixer
 from headrace.models.hybrid_config import FULL_ATTENTION
-from headrace.models.step import Step
+from headrace.models.step import Gates, Step
 from headrace.models.tensors import TensorSource, WeightReader
 
 
@@ -99,13 +99,18 @@ class DecoderModel:
 
     @torch.inference_mode()
     def forward(
-        self, batch: ForwardBatch, kv: SlotKVCache, state: StatePool | None = None
+        self,
+        batch: ForwardBatch,
+        kv: KVCache,
+        state: StatePool | None = None,
+        gates: Gates | None = None,
     ) -> torch.Tensor:
         """Run all tokens of the batch once, append their KV and advance their states.
 
         state: needed by hybrid models, ignored by dense ones. A segment that starts at position 0
-        starts from a zero state, whatever its slot holds. A decode row whose slot is negative is
-        padding: it reads and writes no KV and no state, and its logits mean nothing.
+        starts from a zero state, whatever its slot holds. A decode row of length 0 is padding: it
+        reads and writes no KV and no state, and its logits mean nothing. gates: called around every
+        layer.
 
         Returns fp32 logits `[S, vocab]`, one row for each entry of `batch.sample_index`, in order.
 
@@ -123,8 +128,12 @@ class DecoderModel:
             mask = self.backend.prefill_mask(last - last % PREFILL_TILE, self.dtype)
         step = Step(batch, kv, state, cos, sin, mask)
         x = F.embedding(batch.token_ids, self._embedding)  # [T, hidden]
-        for layer in self._layers:
+        for index, layer in enumerate(self._layers):
+            if gates is not None:
+                gates.before_layer(index)
             x = layer.forward(x, step)
+            if gates is not None:
+                gates.after_layer(index)
         # Only sampled rows reach the head, the largest matrix of small models.
         sampled = self._norm.forward(x[batch.sample_index])
         return self._head.forward(sampled).float()

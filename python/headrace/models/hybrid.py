@@ -52,13 +52,13 @@ class LinearMixer:
         state = pool.conv[self._state_layer]
         parts = []
         if rows:
-            slots = batch.token_slots[:rows]
+            slots = batch.state_slots
             parts.append(self._backend.conv_step(qkv[:rows], self._taps, state, slots))
         for segment in batch.segments:
             run = qkv[segment.offset : segment.offset + segment.length]
             parts.append(
                 self._backend.conv_prefill(
-                    run, self._taps, state, segment.slot, has_initial_state=segment.start > 0
+                    run, self._taps, state, segment.state_slot, has_initial_state=segment.start > 0
                 )
             )
         return torch.cat(parts) if len(parts) > 1 else parts[0]
@@ -87,7 +87,7 @@ class LinearMixer:
                     g[:rows],
                     beta[:rows],
                     state,
-                    batch.token_slots[:rows],
+                    batch.state_slots,
                 )
             )
         for segment in batch.segments:
@@ -100,7 +100,7 @@ class LinearMixer:
                     g[span],
                     beta[span],
                     state,
-                    segment.slot,
+                    segment.state_slot,
                     segment.start,
                     has_initial_state=segment.start > 0,
                 )
