@@ -1,5 +1,6 @@
 //! Every way a call into the core can fail. All of them leave the state as it was.
 
+use crate::copy_job::CopyFailure;
 use crate::ids::{Epoch, RequestId};
 
 /// `Result` with the errors of this crate.
@@ -106,6 +107,33 @@ pub enum Error {
         /// Epoch of the plan that was committed.
         epoch: Epoch,
     },
+    /// A copy failed or did not end in time. What it was to write is not valid.
+    #[error("{0}")]
+    Copy(Box<CopyFailure>),
+    /// Back-pressure: as many copy jobs live as may.
+    #[error("copy queue is full: {live} jobs live, {asked} more asked for, max_jobs is {max_jobs}")]
+    CopyQueueFull {
+        /// Jobs without an outcome.
+        live: usize,
+        /// Jobs that were to be added.
+        asked: usize,
+        /// Limit.
+        max_jobs: usize,
+    },
+    /// The machine, or the control group of the process, has less memory than asked for.
+    #[error(
+        "OutOfPages: host memory of {needed} bytes asked for, {available} bytes available \
+         ({source_name}), {} bytes short; lower the host budget",
+        needed - available
+    )]
+    OutOfHostMemory {
+        /// Bytes asked for.
+        needed: u64,
+        /// Bytes that could be had.
+        available: u64,
+        /// What sets the limit.
+        source_name: &'static str,
+    },
     /// The scheduler was closed.
     #[error("engine is closed: {reason}")]
     Closed {
@@ -115,7 +143,8 @@ pub enum Error {
 }
 
 impl Error {
-    pub(crate) fn config(
+    /// A setting that cannot work.
+    pub fn config(
         field: &'static str,
         value: impl std::fmt::Display,
         expected: impl Into<String>,
@@ -136,6 +165,8 @@ impl Error {
     }
 
     pub(crate) fn request(
+    /// A request field that cannot work.
+    pub fn request(
         field: &'static str,
         value: impl std::fmt::Display,
         expected: impl Into<String>,

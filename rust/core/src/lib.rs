@@ -3,7 +3,10 @@
 //! Lock order: scheduler -> slots, scheduler -> pages. Nothing here calls out while it holds a lock.
 #![forbid(unsafe_code)]
 
+mod copy_job;
+mod copy_plan;
 mod error;
+mod host;
 mod ids;
 mod pages;
 mod plan;
@@ -11,9 +14,16 @@ mod request;
 mod sampling;
 pub mod scheduler;
 mod slots;
-mod sync;
+#[doc(hidden)]
+pub mod sync;
 
+pub use copy_job::{CopyFailure, CopyOutcome};
+pub use copy_plan::{
+    CopyPlan, Direction, KvPiece, KvPlane, KvShape, LayerKind, Mechanism, PlanKind, Planes, Run,
+    StatePiece, StatePlane, StateShape, Thresholds,
+};
 pub use error::{Error, Result};
+pub use host::HostPage;
 pub use ids::{Epoch, RequestId, SlotId};
 pub use pages::{
     Addressing, ClassStats, Owner, PageAllocator, PageConfig, PageDump, PageEntry, PageRow,

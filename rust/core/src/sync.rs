@@ -1,27 +1,30 @@
-//! The locks of the core: `parking_lot` in production, loom's models under `cfg(loom)`.
+//! The locks of the core and of its workers: `parking_lot` in production, loom's models under
+//! `cfg(loom)`. Public for the crates of this workspace only.
 
 #[cfg(loom)]
-pub(crate) use self::model::{Condvar, Mutex};
+pub use self::model::{Condvar, Mutex};
 #[cfg(not(loom))]
-pub(crate) use self::real::{Condvar, Mutex};
+pub use self::real::{Condvar, Mutex};
 
 #[cfg(not(loom))]
 mod real {
     use std::time::Duration;
 
-    pub(crate) use parking_lot::Mutex;
+    pub use parking_lot::Mutex;
     use parking_lot::MutexGuard;
 
+    /// Condition variable.
     #[derive(Default)]
-    pub(crate) struct Condvar(parking_lot::Condvar);
+    pub struct Condvar(parking_lot::Condvar);
 
     impl Condvar {
         /// Waits for a notification, at most `timeout`. Spurious returns are possible.
-        pub(crate) fn wait_for<T>(&self, guard: &mut MutexGuard<'_, T>, timeout: Duration) {
+        pub fn wait_for<T>(&self, guard: &mut MutexGuard<'_, T>, timeout: Duration) {
             self.0.wait_for(guard, timeout);
         }
 
-        pub(crate) fn notify_all(&self) {
+        /// Wakes every waiter.
+        pub fn notify_all(&self) {
             self.0.notify_all();
         }
     }
@@ -32,17 +35,21 @@ mod model {
     use std::ops::{Deref, DerefMut};
     use std::time::Duration;
 
-    pub(crate) struct Mutex<T>(loom::sync::Mutex<T>);
+    /// Mutual exclusion.
+    pub struct Mutex<T>(loom::sync::Mutex<T>);
 
-    pub(crate) struct MutexGuard<'a, T>(Option<loom::sync::MutexGuard<'a, T>>);
+    /// Access to what a [`Mutex`] guards.
+    pub struct MutexGuard<'a, T>(Option<loom::sync::MutexGuard<'a, T>>);
 
     impl<T> Mutex<T> {
-        pub(crate) fn new(value: T) -> Self {
+        /// An open lock.
+        pub fn new(value: T) -> Self {
             Self(loom::sync::Mutex::new(value))
         }
 
+        /// Waits for the lock.
         #[expect(clippy::unwrap_used, reason = "a poisoned lock ends the model run")]
-        pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
+        pub fn lock(&self) -> MutexGuard<'_, T> {
             MutexGuard(Some(self.0.lock().unwrap()))
         }
     }
@@ -63,7 +70,8 @@ mod model {
         }
     }
 
-    pub(crate) struct Condvar(loom::sync::Condvar);
+    /// Condition variable.
+    pub struct Condvar(loom::sync::Condvar);
 
     impl Default for Condvar {
         fn default() -> Self {
@@ -75,12 +83,13 @@ mod model {
         /// Loom has no time: a wait ends by a notification only, so a lost wake-up is a deadlock
         /// that the model reports.
         #[expect(clippy::unwrap_used, reason = "a poisoned lock ends the model run")]
-        pub(crate) fn wait_for<T>(&self, guard: &mut MutexGuard<'_, T>, _timeout: Duration) {
+        pub fn wait_for<T>(&self, guard: &mut MutexGuard<'_, T>, _timeout: Duration) {
             let inner = guard.0.take().unwrap();
             guard.0 = Some(self.0.wait(inner).unwrap());
         }
 
-        pub(crate) fn notify_all(&self) {
+        /// Wakes every waiter.
+        pub fn notify_all(&self) {
             self.0.notify_all();
         }
     }
