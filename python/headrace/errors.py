@@ -37,6 +37,10 @@ class OutOfPages(HeadraceError, MemoryError):
     """No room in a pool: says how much was needed, free and evictable."""
 
 
+class PageStateError(HeadraceError, ValueError):
+    """A page in a state the call does not allow: free already, listed twice, not of this pool."""
+
+
 class QueueFull(HeadraceError):
     """Back-pressure: `max_waiting` requests are already waiting. Submit again later."""
 

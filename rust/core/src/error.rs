@@ -78,6 +78,14 @@ pub enum Error {
         /// Epoch of the plan that was committed.
         epoch: Epoch,
     },
+    /// A page, or a snapshot slot, in a state the call does not allow.
+    #[error("page {page}: {what}")]
+    PageState {
+        /// The page.
+        page: u32,
+        /// What is wrong with it.
+        what: &'static str,
+    },
     /// The scheduler was closed.
     #[error("engine is closed: {reason}")]
     Closed {
