@@ -58,6 +58,10 @@ class PageStateError(HeadraceError, ValueError):
     fault: str
 
 
+class PageStateError(HeadraceError, ValueError):
+    """A page in a state the call does not allow: free already, listed twice, not of this pool."""
+
+
 class QueueFull(HeadraceError):
     """Back-pressure: `max_waiting` requests are already waiting. Submit again later."""
 

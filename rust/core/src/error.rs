@@ -93,6 +93,14 @@ pub enum Error {
         /// What is wrong with it.
         fault: &'static str,
     },
+    /// A host page or snapshot in a state the call does not allow.
+    #[error("host page {page}: {fault}")]
+    HostPageState {
+        /// The page.
+        page: u32,
+        /// What is wrong with it.
+        fault: &'static str,
+    },
     /// Back-pressure: the waiting queue is full.
     #[error("queue is full: {waiting} requests wait, max_waiting is {max_waiting}; submit later")]
     QueueFull {
@@ -164,7 +172,6 @@ impl Error {
         self
     }
 
-    pub(crate) fn request(
     /// A request field that cannot work.
     pub fn request(
         field: &'static str,

@@ -1,6 +1,8 @@
-//! Slots, scheduler and step plans: pure and synchronous, no Python, no GPU, no clock, no I/O.
+//! Slots, pages, prefix tree, scheduler, step plans and copy plans: pure and synchronous, no Python,
+//! no GPU, no clock, no I/O.
 //!
-//! Lock order: scheduler -> slots, scheduler -> pages. Nothing here calls out while it holds a lock.
+//! Lock order: scheduler -> slots, scheduler -> tree -> pages -> host pages. Nothing here calls out
+//! while it holds a lock.
 #![forbid(unsafe_code)]
 
 mod copy_job;
@@ -16,6 +18,7 @@ pub mod scheduler;
 mod slots;
 #[doc(hidden)]
 pub mod sync;
+pub mod tree;
 
 pub use copy_job::{CopyFailure, CopyOutcome};
 pub use copy_plan::{
@@ -23,7 +26,7 @@ pub use copy_plan::{
     StatePiece, StatePlane, StateShape, Thresholds,
 };
 pub use error::{Error, Result};
-pub use host::HostPage;
+pub use host::{HostPage, HostPages};
 pub use ids::{Epoch, RequestId, SlotId};
 pub use pages::{
     Addressing, ClassStats, Owner, PageAllocator, PageConfig, PageDump, PageEntry, PageRow,
@@ -38,3 +41,4 @@ pub use scheduler::{
     CHUNK_ALIGN, CommitReport, NextPlan, Policy, Scheduler, SchedulerConfig, SchedulerStats,
 };
 pub use slots::{SlotAllocator, SlotGrant, SlotStats};
+pub use tree::{Lease, PrefixTree, TreeConfig};

@@ -16,6 +16,7 @@ pub(crate) fn to_py(py: Python<'_>, error: &Error) -> PyErr {
         Error::PageState { .. } => "PageStateError",
         Error::QueueFull { .. } => "QueueFull",
         Error::StalePlan { .. } => "StalePlan",
+        Error::PageState { .. } => "PageStateError",
         Error::Closed { .. } => "EngineClosed",
     };
     let py_error = raise(py, class, &error.to_string());
@@ -50,6 +51,7 @@ pub(crate) fn to_py(py: Python<'_>, error: &Error) -> PyErr {
         Error::DuplicateRequest { id } | Error::UnknownRequest { id } => {
             value.setattr("request_id", id.0)
         }
+        Error::PageState { page, .. } => value.setattr("page", *page),
         _ => Ok(()),
     };
     match attributes {

@@ -1,0 +1,198 @@
+//! Plain types of the tree's interface.
+
+use super::node::NodeId;
+use crate::host::HostPage;
+use crate::pages::PageEntry;
+use crate::request::PriorityClass;
+
+/// Model, KV dtype and adapter: pages of different namespaces never meet.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct Namespace(pub u64);
+
+/// When a host copy is made.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum WritePolicy {
+    /// As soon as pages are published.
+    #[default]
+    WriteThrough,
+    /// Once a look-up has hit them `hits` times.
+    Selective {
+        /// At least 1.
+        hits: u32,
+    },
+    /// When device eviction wants the pages.
+    WriteBack,
+    /// Only where a LOW request asks.
+    None,
+}
+
+/// Where the pages of a node are. The node owns them unless it says otherwise.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub enum NodeState {
+    /// HIGH pages on device; a host copy that is complete, or none.
+    Full,
+    /// A complete host copy, and LOW pages held by the LOW leases that read through them.
+    Low,
+    /// A complete host copy only.
+    Host,
+    /// A complete host copy; device pages that belong to the load that fills them.
+    Loading,
+    /// HIGH pages on device; host pages that belong to the store that fills them.
+    Backing,
+}
+
+/// Settings of a tree. Checked once, by [`PrefixTree::new`](super::PrefixTree::new).
+#[derive(Clone, Debug)]
+pub struct TreeConfig {
+    /// Tokens in a page, a power of two.
+    pub page_size: u32,
+    /// Hybrid model: a match must end at a snapshot of linear-attention state.
+    pub snapshots: bool,
+    /// False for fixed slots: nodes are on host only.
+    pub device_tier: bool,
+    /// When host copies are made.
+    pub policy: WritePolicy,
+    /// Hash of a page of tokens, [`page_hash`] but for tests. It finds candidates; tokens decide.
+    pub hash: fn(&[u32]) -> u128,
+}
+
+impl Default for TreeConfig {
+    fn default() -> Self {
+        Self {
+            page_size: 64,
+            snapshots: false,
+            device_tier: true,
+            policy: WritePolicy::WriteThrough,
+            hash: page_hash,
+        }
+    }
+}
+
+/// Multiplier of [`page_hash`]: the 128-bit constant of PCG (O'Neill 2014), odd and well mixed.
+const HASH_FACTOR: u128 = 0x2360_ED05_1FC6_5DA4_4385_DF64_9FCC_F645;
+const HASH_SEED: u128 = 0x6865_6164_7261_6365_2D74_7265_652D_7631;
+
+/// Fixed-seed hash of tokens: the same in every process.
+pub fn page_hash(tokens: &[u32]) -> u128 {
+    tokens.chunks(4).fold(HASH_SEED, |hash, four| {
+        let word = four
+            .iter()
+            .rev()
+            .fold(0, |word, &token| word << 32 | u128::from(token));
+        let mixed = (hash ^ word).wrapping_mul(HASH_FACTOR);
+        mixed ^ (mixed >> 67)
+    })
+}
+
+/// Place of one page of tokens.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct TreePage {
+    /// State of its node.
+    pub state: NodeState,
+    /// Entry of the block table; the page is being filled while `Loading`.
+    pub device: Option<PageEntry>,
+    /// Complete host copy.
+    pub host: Option<HostPage>,
+}
+
+/// What `insert` did.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Inserted {
+    /// Pages from the start of the call that the tree now has on device and the lease covers.
+    pub covered: usize,
+    /// (index in the call, page given, page of the tree): the given one stays the caller's.
+    pub duplicates: Vec<(usize, PageEntry, PageEntry)>,
+}
+
+/// What the tree gave up; the caller frees it.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Evicted {
+    /// Device pages.
+    pub device: Vec<PageEntry>,
+    /// Host pages.
+    pub host: Vec<HostPage>,
+    /// Snapshot slots.
+    pub snapshots: Vec<u32>,
+    /// Device pages that follow as garbage once they are stored.
+    pub coming: usize,
+}
+
+/// A load to carry out.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct LoadJob {
+    /// For `end_load`; 0 if there is nothing to load.
+    pub id: u64,
+    /// From host page to device page, in path order.
+    pub copies: Vec<(HostPage, PageEntry)>,
+    /// Pages given for which there was nothing to load.
+    pub unused: Vec<PageEntry>,
+}
+
+/// A node to be copied to host. It goes back by `begin_store` or `drop_store`; until then it is
+/// locked.
+#[derive(PartialEq, Eq, Debug)]
+pub struct StoreWant {
+    pub(super) job: u64,
+    /// The node.
+    pub node: NodeId,
+    /// Its device pages, in path order.
+    pub pages: Vec<PageEntry>,
+    /// Its eviction class.
+    pub priority: PriorityClass,
+}
+
+/// Counters since construction, then sizes of now.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[expect(
+    missing_docs,
+    reason = "the names say it: what is counted, and in which unit"
+)]
+pub struct TreeStats {
+    pub lookups: u64,
+    pub lookup_tokens: u64,
+    pub hit_device_tokens: u64,
+    pub hit_host_tokens: u64,
+    /// KV that a hybrid model could not use for want of a snapshot.
+    pub lost_no_snapshot_tokens: u64,
+    pub inserted_pages: u64,
+    pub inserted_host_pages: u64,
+    pub duplicate_pages: u64,
+    pub demoted_pages: u64,
+    /// Host copies dropped of pages that stay on device.
+    pub reclaimed_host_pages: u64,
+    /// Pages dropped whose only copy was on host.
+    pub evicted_host_pages: u64,
+    /// Pages of removed nodes, whatever the reason.
+    pub removed_pages: u64,
+    pub splits: u64,
+    pub loads: u64,
+    pub loaded_pages: u64,
+    pub load_failed_pages: u64,
+    pub stores: u64,
+    pub stored_pages: u64,
+    pub store_failed_pages: u64,
+    /// Tokens not stored because the host was full.
+    pub host_full_tokens: u64,
+    pub snapshots_taken: u64,
+    pub snapshots_failed: u64,
+    pub evicted_snapshots: u64,
+    /// Snapshots asked of `evict_snapshot` that it could not give.
+    pub snapshots_short: u64,
+    pub nodes: usize,
+    pub leases: usize,
+    pub jobs: usize,
+    pub queued_stores: usize,
+    pub full_pages: usize,
+    pub low_pages: usize,
+    pub host_only_pages: usize,
+    pub loading_pages: usize,
+    pub backing_pages: usize,
+    /// Complete host copies.
+    pub host_pages: usize,
+    pub host_pending_pages: usize,
+    pub evictable_device: usize,
+    pub evictable_host: usize,
+    pub coming_pages: usize,
+    pub snapshots: usize,
+    pub evictable_snapshots: usize,
+}
