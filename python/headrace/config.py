@@ -25,6 +25,9 @@ MAX_BATCH_TOKENS = 2**20
 MAX_COUNT = 2**31 - 1  # positions and queue lengths travel as int32
 MAX_THREADS = 1024
 MAX_U64 = 2**64 - 1
+MAX_BYTES = 2**62
+KV_LAYOUTS = ("slots", "paged")
+WRITE_POLICIES = ("write_through", "write_through_selective", "write_back", "none")
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # `kv.formats` defines them; named here so that options can be checked without loading torch.
@@ -45,6 +48,12 @@ def _invalid(name: str, value: object, accepted: str) -> ConfigError:
 def _check_integer(name: str, value: object, low: int, high: int, also: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise _invalid(name, value, f"an integer from {low} to {high}{also}")
+
+
+def _check_number(name: str, value: object, above: float, most: float) -> None:
+    number = not isinstance(value, bool) and isinstance(value, int | float)
+    if not number or not above < value <= most:  # type: ignore[operator]  # a number, if we get here
+        raise _invalid(name, value, f"a number above {above:g}, at most {most:g}")
 
 
 def _check_text(name: str, value: object, accepted: str, pattern: str = r".*\S.*") -> None:
@@ -99,6 +108,42 @@ class EngineConfig:
     max_waiting: int = _option(4096, "requests that may wait before submit raises QueueFull")
     max_results: int = _option(16384, "finished results kept for callers that have not asked yet")
     policy: str = _option("fcfs", "fcfs | priority: order in which waiting requests start")
+    kv_layout: str = _option(
+        "slots", "slots | paged: a fixed place of max_context tokens a request, or pages"
+    )
+    page_size: int = _option(64, "tokens of a page, a power of two from 64; prefixes too")
+    num_pages: int | None = _option(
+        None, "pages on the device, paged only; none: what max_batch_size slots would take"
+    )
+    slot_widths: int = _option(2, "layers of the window through which a low request streams, paged")
+    low_pages: int | None = _option(
+        None, "pages that low requests may take for windows, paged; none: half of num_pages"
+    )
+    host_bytes: int = _option(0, "bytes of host memory for KV and states; 0 is no host tier")
+    prefix_cache: str | bool = _option(
+        "auto", "auto | on | off: reuse prefixes; auto is on with pages or a host tier"
+    )
+    write_policy: str = _option(
+        "write_through",
+        "write_through | write_through_selective | write_back | none: when pages go to the host",
+    )
+    admission: str = _option(
+        "estimate", "estimate | reserve: a request starts if its predicted or worst case fits"
+    )
+    admission_ratio: float = _option(
+        0.5, "part of its max_tokens a request is expected to generate, for estimate"
+    )
+    preemption: str = _option(
+        "recompute", "recompute | park: what becomes of the KV of a preempted request"
+    )
+    snapshot_interval: int = _option(
+        4096, "tokens between saved states of a hybrid model's prompt, a multiple of page_size"
+    )
+    load_back_threshold: int = _option(1, "pages from which a host hit is loaded, not recomputed")
+    low_step_ms: float = _option(100.0, "time a step may stream for low requests, with no high one")
+    copy_timeout_s: float = _option(30.0, "seconds until a copy counts as stuck and fails")
+    copy_check: bool = _option(False, "compare checksums of pages that come back from the host")
+    link_bytes_per_s: int = _option(0, "CPU only: imitate a host link of this rate; 0 is none")
     deterministic: str | bool = _option(
         "auto", "auto | on | off: tokens independent of the batch; auto is on for CUDA"
     )
@@ -131,6 +176,7 @@ class EngineConfig:
                 "may end at once"
             )
         _check_choice("policy", self.policy, ("fcfs", "priority"))
+        self._check_memory()
         if isinstance(self.deterministic, bool):
             object.__setattr__(self, "deterministic", "on" if self.deterministic else "off")
         _check_choice("deterministic", self.deterministic, ("auto", "on", "off"))
@@ -142,6 +188,47 @@ class EngineConfig:
             _check_text("cache_dir", self.cache_dir, "a folder or None")
         if self.num_threads is not None:
             _check_integer("num_threads", self.num_threads, 1, MAX_THREADS, " or None")
+
+    def _check_memory(self) -> None:
+        _check_choice("kv_layout", self.kv_layout, KV_LAYOUTS)
+        _check_integer("page_size", self.page_size, CHUNK_TOKENS, MAX_BATCH_TOKENS)
+        if self.page_size & (self.page_size - 1):
+            raise _invalid("page_size", self.page_size, f"a power of two from {CHUNK_TOKENS}")
+        for name in ("num_pages", "low_pages"):
+            value = getattr(self, name)
+            if value is not None:
+                _check_integer(name, value, 1, MAX_COUNT, " or None")
+                if self.kv_layout != "paged":
+                    raise ConfigError(f"{name}={value}: belongs to kv_layout paged only")
+        _check_integer("slot_widths", self.slot_widths, 1, MAX_COUNT)
+        _check_integer("host_bytes", self.host_bytes, 0, MAX_BYTES)
+        if isinstance(self.prefix_cache, bool):
+            object.__setattr__(self, "prefix_cache", "on" if self.prefix_cache else "off")
+        _check_choice("prefix_cache", self.prefix_cache, ("auto", "on", "off"))
+        if self.prefix_cache == "on" and self.kv_layout == "slots" and not self.host_bytes:
+            raise ConfigError(
+                "prefix_cache='on' with kv_layout='slots' and host_bytes=0: a slot is private, so "
+                "prefixes are kept in host memory; set host_bytes, or take kv_layout='paged'"
+            )
+        _check_choice("write_policy", self.write_policy, WRITE_POLICIES)
+        _check_choice("admission", self.admission, ("estimate", "reserve"))
+        _check_number("admission_ratio", self.admission_ratio, 0.0, 1.0)
+        _check_choice("preemption", self.preemption, ("recompute", "park"))
+        if self.preemption == "park" and (self.kv_layout != "paged" or not self.host_bytes):
+            raise ConfigError(
+                "preemption='park' keeps pages in host memory; it needs kv_layout='paged' and "
+                "host_bytes"
+            )
+        _check_integer("snapshot_interval", self.snapshot_interval, self.page_size, MAX_COUNT)
+        if self.snapshot_interval % self.page_size:
+            raise _invalid(
+                "snapshot_interval", self.snapshot_interval, f"a multiple of {self.page_size}"
+            )
+        _check_integer("load_back_threshold", self.load_back_threshold, 1, MAX_COUNT)
+        _check_number("low_step_ms", self.low_step_ms, 0.0, 1e6)
+        _check_number("copy_timeout_s", self.copy_timeout_s, 0.0, 1e6)
+        _check_bool("copy_check", self.copy_check)
+        _check_integer("link_bytes_per_s", self.link_bytes_per_s, 0, MAX_BYTES)
 
     def _check_kv_dtype(self) -> None:
         _check_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
@@ -257,6 +344,15 @@ def checks_enabled(environ: Mapping[str, str] | None = None) -> bool:
     return _parse_bool("HEADRACE_CHECK", text)
 
 
+def preempt_every(environ: Mapping[str, str] | None = None) -> int:
+    """Steps between forced preemptions, from `HEADRACE_TEST_PREEMPT_EVERY`; 0 is never."""
+    variables = os.environ if environ is None else environ
+    text = variables.get("HEADRACE_TEST_PREEMPT_EVERY", "0")
+    if not re.fullmatch(r"[0-9]{1,9}", text):
+        raise ConfigError(f"HEADRACE_TEST_PREEMPT_EVERY={text!r}: accepted is a number of steps")
+    return int(text)
+
+
 def _shown(default: object) -> str:
     """Return a default as it would be written into a variable."""
     if isinstance(default, bool):
@@ -300,9 +396,16 @@ _INTEGERS = (
     "max_results",
     "seed",
     "fp8_block",
+    "page_size",
+    "slot_widths",
+    "host_bytes",
+    "snapshot_interval",
+    "load_back_threshold",
+    "link_bytes_per_s",
 )
-_BOOLEANS = ("skip_tokenizer", "int8_rotate")
-_OPTIONAL_INTEGERS = ("max_context", "num_threads")
+_NUMBERS = ("admission_ratio", "low_step_ms", "copy_timeout_s")
+_BOOLEANS = ("skip_tokenizer", "int8_rotate", "copy_check")
+_OPTIONAL_INTEGERS = ("max_context", "num_threads", "num_pages", "low_pages")
 
 
 def _parse(variable: str, name: str, text: str) -> object:
@@ -316,9 +419,14 @@ def _parse(variable: str, name: str, text: str) -> object:
         if not re.fullmatch(r"[+-]?[0-9]{1,20}", text):
             raise ConfigError(f"{variable}={text!r}: accepted is an integer")
         return int(text)
+    if name in _NUMBERS:
+        try:
+            return float(text)
+        except ValueError:
+            raise ConfigError(f"{variable}={text!r}: accepted is a number") from None
     if name in _BOOLEANS:
         return _parse_bool(variable, text)
-    if name == "deterministic" and text.lower() in _TRUE + _FALSE:
+    if name in ("deterministic", "prefix_cache") and text.lower() in _TRUE + _FALSE:
         return "on" if text.lower() in _TRUE else "off"
     return text
 

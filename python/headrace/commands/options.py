@@ -154,11 +154,13 @@ def _add_engine_option(
     parse: Callable[[str], object] = str
     if kind is int or int in getattr(kind, "__args__", ()):
         parse = int
+    elif kind is float:
+        parse = float
     group.add_argument(
         flag,
         action=Once,
         type=_or_none(parse) if optional else parse,
-        metavar="N" if parse is int else "TEXT",
+        metavar="TEXT" if parse is str else "N",
         **shared,
     )
 

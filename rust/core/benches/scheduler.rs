@@ -20,6 +20,7 @@ fn scheduler(slots: u32) -> Scheduler {
         max_context: 1 << 30,
         vocab_size: 151_936,
         policy: Policy::Fcfs,
+        memory: headrace_core::MemoryConfig::default(),
     };
     Scheduler::new(config, &SlotAllocator::new(slots).unwrap()).unwrap()
 }

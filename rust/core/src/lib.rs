@@ -10,6 +10,7 @@ mod copy_plan;
 mod error;
 mod host;
 mod ids;
+pub mod memory;
 mod pages;
 mod plan;
 mod request;
@@ -28,6 +29,10 @@ pub use copy_plan::{
 pub use error::{Error, Result};
 pub use host::{HostPage, HostPages};
 pub use ids::{Epoch, RequestId, SlotId};
+pub use memory::{
+    Admission, Hit, LoadCopy, MemoryConfig, MemoryStats, Preemption, StepCopies, StoreCopy,
+    StreamBudget, WindowCopy,
+};
 pub use pages::{
     Addressing, ClassStats, Owner, PageAllocator, PageConfig, PageDump, PageEntry, PageRow,
     PageStats, TracedPages,

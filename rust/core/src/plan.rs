@@ -5,6 +5,8 @@
 //! rows, `token_offsets` their borders. No lock, no state.
 
 use crate::ids::{Epoch, RequestId, SlotId};
+use crate::memory::StepCopies;
+use crate::pages::PageEntry;
 use crate::sampling::{SamplingSpec, uniform};
 
 /// What one step will do. Built once, then only read.
@@ -26,8 +28,20 @@ pub struct StepPlan {
     pub token_ids: Vec<i64>,
     /// Absolute position of each token. `[tokens]`
     pub positions: Vec<i64>,
-    /// Slot each token is written to. `[tokens]`
+    /// Slot each token's request has. `[tokens]`
     pub token_slots: Vec<i64>,
+    /// Block-table entries of all rows, one after the other.
+    pub block_tables: Vec<u32>,
+    /// Borders of the rows in `block_tables`. `[rows + 1]`
+    pub table_offsets: Vec<i64>,
+    /// HIGH page each token is written to. `[tokens]`
+    pub token_pages: Vec<i64>,
+    /// Running number of the first layer that the LOW rows stream.
+    pub stream_k0: u64,
+    /// (slot, staging buffer): states to copy aside after the step.
+    pub snapshots: Vec<(u32, u32)>,
+    /// Copies whose gates the step passes.
+    pub copies: StepCopies,
     /// Rows whose next token is sampled. `[samples]`
     pub sample_rows: Vec<i64>,
     /// Index of their last token in the token arrays. `[samples]`
@@ -80,6 +94,10 @@ pub struct RowInput<'a> {
     pub start: usize,
     /// Tokens to compute; a decode row has one.
     pub tokens: &'a [u32],
+    /// Its block table, which covers all tokens up to the last of `tokens`.
+    pub table: &'a [u32],
+    /// Tokens per entry of the table.
+    pub table_tokens: usize,
     /// How to sample the row's next token, if it is wanted.
     pub sample: Option<SampleInput<'a>>,
 }
@@ -117,6 +135,7 @@ impl PlanBuilder {
             ..StepPlan::default()
         };
         plan.token_offsets.push(0);
+        plan.table_offsets.push(0);
         plan.sampling.history_offsets.push(0);
         plan.sampling.banned_offsets.push(0);
         Self { plan }
@@ -133,6 +152,13 @@ impl PlanBuilder {
     /// Adds a prefill segment.
     pub fn push_prefill(&mut self, row: RowInput<'_>) {
         self.push(row);
+    }
+
+    /// What the step copies beside the rows.
+    pub fn set_copies(&mut self, copies: StepCopies, stream_k0: u64, snapshots: Vec<(u32, u32)>) {
+        self.plan.copies = copies;
+        self.plan.stream_k0 = stream_k0;
+        self.plan.snapshots = snapshots;
     }
 
     /// The plan.
@@ -153,6 +179,14 @@ impl PlanBuilder {
             plan.positions.push(position);
             plan.token_slots.push(slot);
         }
+        let pages = (row.start..row.start + row.tokens.len()).map(|position| {
+            let entry = row.table.get(position / row.table_tokens);
+            debug_assert!(entry.is_some_and(|&entry| !PageEntry(entry).is_low()));
+            entry.map_or(-1, |&entry| i64::from(PageEntry(entry).base()))
+        });
+        plan.token_pages.extend(pages);
+        plan.block_tables.extend_from_slice(row.table);
+        plan.table_offsets.push(to_i64(plan.block_tables.len()));
         let end = to_i64(plan.token_ids.len());
         plan.token_offsets.push(end);
         if let Some(sample) = row.sample {
@@ -229,6 +263,8 @@ mod tests {
             slot: slot(2),
             start: 5,
             tokens: &[9],
+            table: &[2],
+            table_tokens: 100,
             sample: Some(SampleInput {
                 spec: &spec,
                 prompt: &[1, 2],
@@ -240,6 +276,8 @@ mod tests {
             slot: slot(0),
             start: 64,
             tokens: &[3, 4, 5],
+            table: &[7, 9],
+            table_tokens: 64,
             sample: None,
         });
         let plan = builder.finish();
@@ -248,6 +286,8 @@ mod tests {
         assert_eq!(plan.token_offsets, [0, 1, 4]);
         assert_eq!(plan.positions, [5, 64, 65, 66]);
         assert_eq!(plan.token_slots, [2, 0, 0, 0]);
+        assert_eq!(plan.token_pages, [2, 9, 9, 9]);
+        assert_eq!((plan.block_tables, plan.table_offsets), (vec![2, 7, 9], vec![0, 1, 3]));
         assert_eq!((plan.sample_rows, plan.sample_index), (vec![0], vec![0]));
         assert_eq!(plan.sampling.history_tokens, [1, 2, 9]);
         assert_eq!(plan.sampling.history_prompt_lens, [2]);

@@ -3,9 +3,15 @@
 use std::sync::Arc;
 
 use crate::ids::RequestId;
+use crate::memory::Hit;
 use crate::sampling::SamplingSpec;
 
-/// Class of a request. Under [`Policy::Priority`](crate::Policy) HIGH goes first.
+/// Place in the order of service: class (HIGH only, under FCFS), then arrival. Never reused, so a
+/// key also tells a request from a later one with the same id.
+pub(crate) type Key = (PriorityClass, u64);
+
+/// Class of a request. Under [`Policy::Priority`](crate::Policy) HIGH goes first. With pages and a
+/// host tier a LOW request streams its KV instead of holding it on the device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum PriorityClass {
     /// Interactive.
@@ -79,8 +85,14 @@ pub struct RequestResult {
     pub message: Option<String>,
     /// Length of the prompt.
     pub prompt_len: usize,
-    /// Prompt tokens that went through a forward.
+    /// Prompt tokens that went through a forward; each counts once.
     pub computed_prompt_tokens: usize,
+    /// Prompt tokens that did not, by where their KV came from.
+    pub cached: Hit,
+    /// Tokens computed again after a preemption or a failed copy.
+    pub recomputed_tokens: usize,
+    /// How often it was preempted.
+    pub preemptions: u32,
     /// When things happened.
     pub stamps: Stamps,
 }
@@ -90,6 +102,8 @@ pub struct RequestResult {
 pub enum Phase {
     /// In the queue; holds nothing.
     Waiting,
+    /// In the queue again, with the tokens it has.
+    Preempted,
     /// Has a slot; its prompt is being computed.
     Prefilling,
     /// One token a step.

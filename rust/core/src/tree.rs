@@ -119,6 +119,19 @@ impl PrefixTree {
         Lease { tree, id }
     }
 
+    /// Locks the longest match of whole pages, whatever snapshots there are: for a caller that has
+    /// the state itself, and for one that publishes.
+    pub fn match_kv(&self, namespace: Namespace, tokens: &[u32], reader: PriorityClass) -> Lease {
+        let id = self.books.lock().match_kv(namespace, tokens, reader);
+        let tree = self.clone();
+        Lease { tree, id }
+    }
+
+    /// Whether device pages will follow as garbage once they are stored. O(1).
+    pub fn pages_coming(&self) -> bool {
+        self.books.lock().total.coming > 0
+    }
+
     /// Tokens (on device, on host) that `match_prefix` would find now. No lock, no tick, no split.
     pub fn peek(&self, namespace: Namespace, tokens: &[u32], limit: usize) -> (usize, usize) {
         self.books.lock().peek(namespace, tokens, limit)

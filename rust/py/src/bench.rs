@@ -47,6 +47,7 @@ fn run(rows: u32, repeat: usize) -> core::Result<Times> {
         max_context: 1 << 20,
         vocab_size: 1 << 16,
         policy: core::Policy::Fcfs,
+        memory: core::MemoryConfig::default(),
     };
     let scheduler = core::Scheduler::new(config, &slots)?;
     let mut specs: Vec<core::RequestSpec> = (0..u64::from(rows))

@@ -71,6 +71,7 @@ pub(crate) fn class(py: Python<'_>, name: &str) -> PyResult<PriorityClass> {
 pub(crate) fn phase_name(phase: Phase) -> &'static str {
     match phase {
         Phase::Waiting => "waiting",
+        Phase::Preempted => "preempted",
         Phase::Prefilling => "prefilling",
         Phase::Decoding => "decoding",
     }

@@ -1,6 +1,6 @@
 //! Errors of the core as the Python classes of `headrace.errors`.
 
-use headrace_core::Error;
+use headrace_core::{CopyFailure, Error};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 
@@ -12,11 +12,13 @@ pub(crate) fn to_py(py: Python<'_>, error: &Error) -> PyErr {
         Error::PromptTooLong { .. } => "PromptTooLong",
         Error::DuplicateRequest { .. } => "DuplicateRequest",
         Error::UnknownRequest { .. } => "UnknownRequest",
-        Error::OutOfSlots { .. } | Error::OutOfPages { .. } => "OutOfPages",
-        Error::PageState { .. } => "PageStateError",
-        Error::QueueFull { .. } => "QueueFull",
+        Error::OutOfSlots { .. } | Error::OutOfPages { .. } | Error::OutOfHostMemory { .. } => {
+            "OutOfPages"
+        }
+        Error::PageState { .. } | Error::HostPageState { .. } => "PageStateError",
+        Error::QueueFull { .. } | Error::CopyQueueFull { .. } => "QueueFull",
+        Error::Copy(_) => "CopyError",
         Error::StalePlan { .. } => "StalePlan",
-        Error::PageState { .. } => "PageStateError",
         Error::Closed { .. } => "EngineClosed",
     };
     let py_error = raise(py, class, &error.to_string());
@@ -27,7 +29,20 @@ pub(crate) fn to_py(py: Python<'_>, error: &Error) -> PyErr {
         }
         Error::OutOfSlots { needed, free, .. } => value
             .setattr("needed", *needed)
-            .and_then(|()| value.setattr("free", *free)),
+            .and_then(|()| value.setattr("free", *free))
+            .and_then(|()| value.setattr("evictable", 0)),
+        Error::OutOfHostMemory {
+            needed, available, ..
+        } => value
+            .setattr("needed", *needed)
+            .and_then(|()| value.setattr("free", *available))
+            .and_then(|()| value.setattr("evictable", 0)),
+        Error::Copy(failure) => value
+            .setattr("job", failure.job)
+            .and_then(|()| value.setattr("page", failure.page))
+            .and_then(|()| value.setattr("plane", failure.plane.as_deref()))
+            .and_then(|()| value.setattr("layer", failure.layer))
+            .and_then(|()| value.setattr("settled", failure.settled)),
         Error::OutOfPages {
             needed,
             free,
@@ -51,13 +66,28 @@ pub(crate) fn to_py(py: Python<'_>, error: &Error) -> PyErr {
         Error::DuplicateRequest { id } | Error::UnknownRequest { id } => {
             value.setattr("request_id", id.0)
         }
-        Error::PageState { page, .. } => value.setattr("page", *page),
+        Error::HostPageState { page, .. } => value.setattr("page", *page),
         _ => Ok(()),
     };
     match attributes {
         Ok(()) => py_error,
         Err(failed) => failed,
     }
+}
+
+/// A `ConfigError` for a name that is none of those expected.
+pub(crate) fn invalid_config(
+    py: Python<'_>,
+    field: &'static str,
+    value: &str,
+    expected: &str,
+) -> PyErr {
+    to_py(py, &Error::config(field, format!("{value:?}"), expected))
+}
+
+/// The `CopyError` of a failed job.
+pub(crate) fn copy_error(py: Python<'_>, failure: &CopyFailure) -> PyErr {
+    to_py(py, &Error::Copy(Box::new(failure.clone())))
 }
 
 /// An `InvalidRequest` for a value that does not even have the right type.

@@ -2,6 +2,7 @@
 
 use headrace_core as core;
 use numpy::{IntoPyArray, PyArray1};
+use parking_lot::Mutex;
 use pyo3::prelude::*;
 
 use crate::convert;
@@ -10,21 +11,49 @@ use crate::sampling::SamplingSpec;
 
 type Array<T> = Py<PyArray1<T>>;
 
-#[pyclass(frozen, get_all, module = "headrace._core")]
+#[pyclass(frozen, module = "headrace._core")]
 pub(crate) struct StepPlan {
+    /// Given to the copy queue once.
+    pub(crate) copies: Mutex<core::StepCopies>,
+    #[pyo3(get)]
     pub(crate) epoch: u64,
+    #[pyo3(get)]
     num_decode: usize,
+    #[pyo3(get)]
     num_rows: usize,
+    #[pyo3(get)]
     decode_width: usize,
+    #[pyo3(get)]
     request_ids: Array<u64>,
+    #[pyo3(get)]
     slots: Array<i64>,
+    #[pyo3(get)]
     starts: Array<i64>,
+    #[pyo3(get)]
     token_offsets: Array<i64>,
+    #[pyo3(get)]
     token_ids: Array<i64>,
+    #[pyo3(get)]
     positions: Array<i64>,
+    #[pyo3(get)]
     token_slots: Array<i64>,
+    #[pyo3(get)]
+    block_tables: Array<u32>,
+    #[pyo3(get)]
+    table_offsets: Array<i64>,
+    #[pyo3(get)]
+    token_pages: Array<i64>,
+    #[pyo3(get)]
+    stream_k0: u64,
+    #[pyo3(get)]
+    snapshots: Vec<(u32, u32)>,
+    #[pyo3(get)]
+    has_copies: bool,
+    #[pyo3(get)]
     sample_rows: Array<i64>,
+    #[pyo3(get)]
     sample_index: Array<i64>,
+    #[pyo3(get)]
     sampling: Py<SamplingRows>,
 }
 
@@ -53,6 +82,13 @@ fn array<T: numpy::Element>(py: Python<'_>, values: Vec<T>) -> Array<T> {
 impl StepPlan {
     pub(crate) fn new(py: Python<'_>, plan: core::StepPlan) -> PyResult<Self> {
         Ok(Self {
+            has_copies: !plan.copies.is_empty(),
+            copies: Mutex::new(plan.copies),
+            block_tables: array(py, plan.block_tables),
+            table_offsets: array(py, plan.table_offsets),
+            token_pages: array(py, plan.token_pages),
+            stream_k0: plan.stream_k0,
+            snapshots: plan.snapshots,
             epoch: plan.epoch.0,
             num_decode: plan.num_decode,
             num_rows: plan.request_ids.len(),
@@ -117,6 +153,8 @@ pub(crate) fn build_plan(py: Python<'_>, rows: Vec<Row<'_>>, decode: bool) -> Py
             slot: core::SlotId::new(slot).ok_or_else(too_large)?,
             start,
             tokens: &tokens,
+            table: &[slot],
+            table_tokens: usize::MAX,
             sample: sampling.as_ref().map(|sampling| core::SampleInput {
                 spec: &sampling.get().inner,
                 prompt: &prompt,

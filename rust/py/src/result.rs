@@ -44,6 +44,23 @@ impl RequestResult {
         self.inner.computed_prompt_tokens
     }
 
+    /// (device, host, streamed)
+    #[getter]
+    fn cached_tokens(&self) -> (usize, usize, usize) {
+        let cached = self.inner.cached;
+        (cached.device, cached.host, cached.streamed)
+    }
+
+    #[getter]
+    fn recomputed_tokens(&self) -> usize {
+        self.inner.recomputed_tokens
+    }
+
+    #[getter]
+    fn preemptions(&self) -> u32 {
+        self.inner.preemptions
+    }
+
     #[getter]
     fn submitted_ns(&self) -> u64 {
         self.inner.stamps.submitted_ns

@@ -9,9 +9,11 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::convert;
+use crate::copy::{CopyQueue, StepHandle};
 use crate::door::{Door, Home, timeout as to_duration};
 use crate::error::broken;
 use crate::exit;
+use crate::memory::MemoryConfig;
 use crate::plan::StepPlan;
 use crate::result::{RequestResult, RequestStatus};
 use crate::sampling::SamplingSpec;
@@ -22,6 +24,8 @@ type Finished = Vec<(u64, &'static str)>;
 #[pyclass(frozen, module = "headrace._core")]
 pub(crate) struct Scheduler {
     inner: Arc<core::Scheduler>,
+    /// Layers of a LOW page.
+    width: u32,
     home: Home,
 }
 
@@ -29,7 +33,7 @@ pub(crate) struct Scheduler {
 impl Scheduler {
     #[new]
     #[pyo3(signature = (slots, *, max_context, vocab_size, max_batch_tokens=512, max_waiting=4096,
-        max_results=16384, policy="fcfs"))]
+        max_results=16384, policy="fcfs", memory=None))]
     #[expect(clippy::too_many_arguments, reason = "keywords, one per limit")]
     fn new(
         py: Python<'_>,
@@ -40,6 +44,7 @@ impl Scheduler {
         max_waiting: usize,
         max_results: usize,
         policy: &str,
+        memory: Option<&MemoryConfig>,
     ) -> PyResult<Self> {
         let config = core::SchedulerConfig {
             max_batch_tokens,
@@ -48,11 +53,13 @@ impl Scheduler {
             max_context,
             vocab_size,
             policy: convert::policy(py, policy)?,
+            memory: memory.map(|memory| memory.inner.clone()).unwrap_or_default(),
         };
         let home = Home::here();
+        let width = config.memory.pages.as_ref().map_or(1, |pages| pages.slot_widths);
         let inner = Arc::new(py.enter(home, || core::Scheduler::new(config, &slots.inner))?);
         exit::watch(&inner);
-        Ok(Self { inner, home })
+        Ok(Self { inner, width, home })
     }
 
     #[pyo3(signature = (prompt, sampling, *, request_id=None, priority="high"))]
@@ -108,6 +115,66 @@ impl Scheduler {
             .map(|(id, reason)| (id.0, reason.as_str()))
             .collect();
         Ok((finished, report.accepted.into_pyarray(py)))
+    }
+
+    /// From now on the queue tells this scheduler how copies ended.
+    fn connect(&self, copies: &CopyQueue) {
+        let scheduler = Arc::downgrade(&self.inner);
+        copies.connect(Some(Arc::new(move |job, outcome| {
+            if let Some(scheduler) = scheduler.upgrade() {
+                scheduler.complete(job, outcome);
+            }
+        })));
+    }
+
+    /// Hands copies to the host that have become due to the queue; returns how many.
+    fn start_stores(&self, py: Python<'_>, copies: &CopyQueue) -> PyResult<usize> {
+        py.enter(self.home, || {
+            let stores = self.inner.take_stores();
+            let count = stores.len();
+            for store in stores {
+                let job = store.job;
+                if let Err(error) = copies.store(store) {
+                    self.inner.complete(job, CopyQueue::refused(job, &error));
+                }
+            }
+            Ok(count)
+        })
+    }
+
+    /// Hands the copies of a plan to the queue and returns the gates of its step.
+    fn start_step(
+        &self,
+        py: Python<'_>,
+        plan: &StepPlan,
+        copies: &CopyQueue,
+    ) -> PyResult<Option<StepHandle>> {
+        let step = std::mem::take(&mut *plan.copies.lock());
+        if step.is_empty() {
+            return Ok(None);
+        }
+        let jobs: Vec<u64> = step
+            .loads
+            .iter()
+            .map(|load| load.job)
+            .chain(step.window.as_ref().map(|window| window.job))
+            .collect();
+        let width = self.width;
+        let handle = py.enter(self.home, || {
+            let started = copies.start(step, width);
+            if let Err(error) = &started {
+                for job in jobs {
+                    self.inner.complete(job, CopyQueue::refused(job, error));
+                }
+            }
+            started
+        })?;
+        Ok(Some(copies.handle(handle)))
+    }
+
+    fn memory_stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let stats = py.enter(self.home, || Ok(self.inner.memory_stats()))?;
+        memory_dict(py, &stats)
     }
 
     fn fail(&self, py: Python<'_>, plan: &StepPlan, message: &str) -> PyResult<Vec<u64>> {
@@ -187,6 +254,13 @@ impl Scheduler {
             ("finished_error", stats.finished_error),
             ("steps", stats.steps),
             ("prompt_tokens", stats.prompt_tokens),
+            ("cached_device_tokens", stats.cached_device_tokens),
+            ("cached_host_tokens", stats.cached_host_tokens),
+            ("cached_streamed_tokens", stats.cached_streamed_tokens),
+            ("recomputed_tokens", stats.recomputed_tokens),
+            ("preemptions", stats.preemptions),
+            ("failed_copy_rows", stats.failed_copy_rows),
+            ("deferred_rows", stats.deferred_rows),
             ("generated_tokens", stats.generated_tokens),
         ];
         for (name, value) in gauges {
@@ -202,4 +276,60 @@ impl Scheduler {
         let checked = py.enter(self.home, || Ok(self.inner.check()))?;
         checked.map_err(|what| broken(py, &what))
     }
+}
+
+fn class_dict<'py>(py: Python<'py>, class: &core::ClassStats) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    dict.set_item("cap", class.cap)?;
+    dict.set_item("used", class.used)?;
+    let slots = [
+        ("request", class.request),
+        ("tree", class.tree),
+        ("copy", class.copy),
+        ("pending", class.pending),
+        ("partial", class.partial),
+    ];
+    for (name, value) in slots {
+        dict.set_item(name, value)?;
+    }
+    Ok(dict)
+}
+
+fn memory_dict<'py>(py: Python<'py>, stats: &core::MemoryStats) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    let pages = stats.pages.as_ref().map(|pages| {
+        let dict = PyDict::new(py);
+        dict.set_item("total", pages.num_pages)?;
+        dict.set_item("free", pages.free)?;
+        dict.set_item("high", class_dict(py, &pages.high)?)?;
+        dict.set_item("low", class_dict(py, &pages.low)?)?;
+        Ok::<_, PyErr>(dict)
+    });
+    dict.set_item("pages", pages.transpose()?)?;
+    let tree = stats.tree.as_ref().map(|tree| crate::tiers::tree_dict(py, tree));
+    dict.set_item("tree", tree.transpose()?)?;
+    let gauges = [
+        ("host_free", stats.host_free),
+        ("host_total", stats.host_total),
+        ("snapshots_free", stats.snapshots_free),
+        ("snapshots_total", stats.snapshots_total),
+        ("jobs", stats.jobs),
+    ];
+    for (name, value) in gauges {
+        dict.set_item(name, value)?;
+    }
+    let counters = [
+        ("copies_failed", stats.copies_failed),
+        ("copies_abandoned", stats.copies_abandoned),
+        ("stores_dropped", stats.stores_dropped),
+        ("snapshots_skipped", stats.snapshots_skipped),
+        ("parked", stats.parked),
+        ("resumed", stats.resumed),
+        ("streamed_pages", stats.streamed_pages),
+        ("stream_overruns", stats.stream_overruns),
+    ];
+    for (name, value) in counters {
+        dict.set_item(name, value)?;
+    }
+    Ok(dict)
 }

@@ -4,8 +4,11 @@ use super::SchedulerConfig;
 use super::state::{InFlight, InFlightRow, State};
 use crate::error::{Error, Result};
 use crate::ids::{Epoch, RequestId};
-use crate::request::FinishReason;
+use crate::request::{FinishReason, Key};
 use crate::slots::SlotAllocator;
+
+/// How often a request starts again because a copy it needs failed; then it ends.
+const MAX_COPY_FAILURES: u32 = 2;
 
 /// What a commit did.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -19,7 +22,7 @@ pub struct CommitReport {
 
 /// What became of a row.
 enum Outcome {
-    /// Its request ended during the step.
+    /// Its request ended during the step, or has to start again.
     Gone,
     /// It goes on.
     Runs,
@@ -54,12 +57,13 @@ impl State {
             return Err(Error::request("stops", stops.len(), expected));
         }
         let rows = self.retire(epoch, slots);
+        self.reap(slots);
         let mut report = CommitReport::default();
         let mut samples = tokens.iter().enumerate();
         for row in &rows {
             let sample = if row.samples { samples.next() } else { None };
             let sample = sample.map(|(i, &token)| (token, stops.get(i) == Some(&true)));
-            let outcome = self.advance(row, sample, config, now_ns);
+            let outcome = self.advance(row, sample, config, slots, now_ns);
             if row.samples {
                 let accepted = !matches!(outcome, Outcome::Gone | Outcome::Failed(_));
                 report.accepted.push(accepted);
@@ -83,15 +87,36 @@ impl State {
         row: &InFlightRow,
         sample: Option<(i32, bool)>,
         config: &SchedulerConfig,
+        slots: &SlotAllocator,
         now_ns: u64,
     ) -> Outcome {
-        let Some(request) = self.running.get_mut(&row.key) else {
+        if let Some(outcome) = self.missed(row, slots) {
+            if let Some(staging) = row.staging {
+                self.memory.unstage(staging);
+            }
+            return outcome;
+        }
+        let Some((request, slot)) = self
+            .running
+            .get_mut(&row.key)
+            .and_then(|request| request.slot.map(|slot| (request, slot)))
+        else {
             return Outcome::Gone;
         };
-        if !request.is_decoding() {
-            self.counters.prompt_tokens += row.tokens as u64;
-        }
+        let from = request.computed;
         request.computed += row.tokens;
+        let prompt = request.prompt.len();
+        let (fresh, again) = request.account.computed(from, request.computed, prompt);
+        self.counters.prompt_tokens += fresh as u64;
+        self.counters.recomputed_tokens += again as u64;
+        self.memory.computed(
+            row.key,
+            slot,
+            &mut request.seq,
+            &request.prompt,
+            request.computed,
+            row.staging,
+        );
         let Some((token, stop)) = sample else {
             return Outcome::Runs;
         };
@@ -112,6 +137,37 @@ impl State {
         }
     }
 
+    /// What is to be done about a row whose request is gone, or whose KV did not arrive. `None` if
+    /// all is well.
+    fn missed(&mut self, row: &InFlightRow, slots: &SlotAllocator) -> Option<Outcome> {
+        let Some(request) = self.running.get_mut(&row.key) else {
+            return Some(Outcome::Gone);
+        };
+        // A copy that has not ended although its step has is as good as failed.
+        let live = request.seq.loads.iter().find(|&&job| self.memory.is_live(job));
+        if let Some(job) = live {
+            let why = format!("copy job {job} did not end with its step");
+            request.broken.get_or_insert(why);
+        }
+        request.broken.as_ref()?;
+        let failed = self.restart(row.key, slots);
+        Some(failed.map_or(Outcome::Gone, Outcome::Failed))
+    }
+
+    /// Sends a request whose KV did not arrive back to the queue. Returns why, if that happened too
+    /// often: then it has to end.
+    pub(super) fn restart(&mut self, key: Key, slots: &SlotAllocator) -> Option<String> {
+        let request = self.running.get_mut(&key)?;
+        let why = request.broken.take()?;
+        request.account.failures += 1;
+        self.counters.failed_copy_rows += 1;
+        if request.account.failures > MAX_COPY_FAILURES {
+            return Some(format!("CopyError: {why}"));
+        }
+        self.preempt(key, false, slots);
+        None
+    }
+
     pub(super) fn fail(
         &mut self,
         epoch: Epoch,
@@ -121,11 +177,17 @@ impl State {
     ) -> Result<Vec<RequestId>> {
         self.in_flight_at(epoch)?;
         let rows = self.retire(epoch, slots);
-        let ended = rows.iter().filter_map(|row| {
+        self.reap(slots);
+        let mut ended = Vec::new();
+        for row in &rows {
+            if let Some(staging) = row.staging {
+                self.memory.unstage(staging);
+            }
             let message = Some(message.to_owned());
-            self.end(row.key, FinishReason::Error, message, slots, now_ns)
-        });
-        Ok(ended.map(|(id, _)| id).collect())
+            let gone = self.end(row.key, FinishReason::Error, message, slots, now_ns);
+            ended.extend(gone.map(|(id, _)| id));
+        }
+        Ok(ended)
     }
 
     fn in_flight_at(&self, epoch: Epoch) -> Result<&InFlight> {
@@ -136,6 +198,7 @@ impl State {
     /// The step is over: slots fenced by it are free from now on.
     fn retire(&mut self, epoch: Epoch, slots: &SlotAllocator) -> Vec<InFlightRow> {
         slots.retire(epoch);
+        self.memory.retired(epoch);
         self.in_flight
             .take()
             .map(|step| step.rows)

@@ -8,14 +8,16 @@
 //! Order: under `Fcfs` strictly by arrival. A prompt that does not fit what is left of a step's
 //! token budget, or finds no slot, blocks those behind it (head of line, by design). Admission is
 //! strictly in order; only the fewer than 64 tokens of budget that a cut chunk leaves may still
-//! compute the whole of a short prompt that is next in line. Under `Priority` the order is (class, arrival). Neither preempts.
+//! compute the whole of a short prompt that is next in line. Under `Priority` the order is (class,
+//! arrival). A waiting request preempts nobody; running ones do when pages run short (`planner`).
 //!
 //! Invariants (checked by [`Scheduler::check`]):
 //! - a live id is in exactly one of waiting, running; a running request has a slot in use, a
 //!   waiting one has none;
 //! - every accepted id gets exactly one result; an id with a result is not live;
 //! - at most one plan is in flight; a slot freed meanwhile is fenced by that plan's epoch;
-//! - tokens in the cache = prompt computed + generated - 1 once decoding.
+//! - tokens in the cache are at most prompt + generated - 1; fewer only while a preempted request
+//!   computes them again.
 
 mod commit;
 #[cfg(all(test, loom))]
@@ -31,8 +33,10 @@ use std::time::Duration;
 
 use crate::error::{Error, Result};
 use crate::ids::{Epoch, RequestId};
+use crate::copy_job::CopyOutcome;
+use crate::memory::{Memory, MemoryConfig, MemoryStats, StoreCopy};
 use crate::plan::StepPlan;
-use crate::request::{FinishReason, RequestSpec, RequestStatus};
+use crate::request::{FinishReason, PriorityClass, RequestSpec, RequestStatus};
 use crate::slots::SlotAllocator;
 use crate::sync::{Condvar, Mutex};
 use state::State;
@@ -66,6 +70,8 @@ pub struct SchedulerConfig {
     pub vocab_size: u32,
     /// Queue order.
     pub policy: Policy,
+    /// Layout and tiers of the KV memory.
+    pub memory: MemoryConfig,
 }
 
 /// Answer of [`Scheduler::next_plan`].
@@ -91,9 +97,10 @@ impl Scheduler {
     /// compete for free slots, no more. Fails with `Config`.
     pub fn new(config: SchedulerConfig, slots: &SlotAllocator) -> Result<Self> {
         config.validate(slots.stats().total)?;
+        let memory = Memory::new(config.memory.clone())?;
         let slots = slots.share();
         Ok(Self {
-            state: Mutex::new(State::new(config.max_results)),
+            state: Mutex::new(State::new(config.max_results, memory)),
             config,
             slots,
             work: Condvar::default(),
@@ -169,6 +176,24 @@ impl Scheduler {
         aborted
     }
 
+    /// Hands in how a copy ended; it takes effect with the next plan or commit. Callable from any
+    /// thread. An outcome of an unknown job, or a second one, changes nothing.
+    pub fn complete(&self, job: u64, outcome: CopyOutcome) {
+        self.state.lock().inbox.push((job, outcome));
+        self.work.notify_all();
+    }
+
+    /// Copies to the host that have become due; they may start once the step in flight has ended.
+    /// To be asked for after every plan and every commit; each is given out once.
+    pub fn take_stores(&self) -> Vec<StoreCopy> {
+        self.state.lock().memory.take_stores()
+    }
+
+    /// Counts of the KV memory that were all true at one instant.
+    pub fn memory_stats(&self) -> MemoryStats {
+        self.state.lock().memory.stats()
+    }
+
     /// Where a request stands. Fails with `UnknownRequest`.
     pub fn poll(&self, id: RequestId) -> Result<RequestStatus> {
         self.state.lock().status(id)
@@ -215,6 +240,34 @@ impl Scheduler {
     /// Recounts the invariants above. The error says what does not agree.
     pub fn check(&self) -> std::result::Result<(), String> {
         self.state.lock().check(&self.slots)
+    }
+
+    #[cfg(all(test, not(loom)))]
+    fn describe(&self) -> String {
+        let state = self.state.lock();
+        let request = |(key, request): (&_, &state::Request)| {
+            format!(
+                "{key:?} id {} {:?} prompt {} generated {} computed {} loads {:?} held {}\n",
+                request.id.0,
+                request.class,
+                request.prompt.len(),
+                request.generated.len(),
+                request.computed,
+                request.seq.loads,
+                state.memory.held(&request.seq),
+            )
+        };
+        let waiting: String = state.waiting.iter().map(request).collect();
+        let running: String = state.running.iter().map(request).collect();
+        let memory = state.memory.stats();
+        format!("waiting\n{waiting}running\n{running}{memory:?}")
+    }
+
+    #[cfg(all(test, not(loom)))]
+    fn check_idle(&self) -> std::result::Result<(), String> {
+        let mut state = self.state.lock();
+        state.reap(&self.slots);
+        state.memory.check_idle()
     }
 
     /// Something ended: a slot may be free for the planner, a result there for a waiter.
@@ -282,6 +335,35 @@ impl SchedulerConfig {
             let expected = format!("token ids below the vocabulary size {vocab}");
             return Err(Error::request("prompt", value, expected));
         }
-        spec.sampling.validate(vocab)
+        spec.sampling.validate(vocab)?;
+        self.fits_pool(spec)
+    }
+
+    /// A request whose worst case is more than the whole pool could never be sure to end.
+    fn fits_pool(&self, spec: &RequestSpec) -> Result<()> {
+        let Some(pages) = &self.memory.pages else {
+            return Ok(());
+        };
+        let worst = spec.prompt.len() + spec.sampling.max_tokens as usize;
+        let needed = worst
+            .min(self.max_context)
+            .div_ceil(self.memory.page_size as usize);
+        let streams = spec.class == PriorityClass::Low && self.memory.host_pages > 0;
+        let total = if streams {
+            let windows = pages.cap_low.unwrap_or(pages.num_pages / 2) as usize
+                * (pages.num_layers / pages.slot_widths.max(1)) as usize;
+            windows.min(self.memory.host_pages as usize)
+        } else {
+            pages.cap_high.unwrap_or(pages.num_pages) as usize
+        };
+        if needed <= total {
+            return Ok(());
+        }
+        Err(Error::OutOfPages {
+            needed,
+            free: total,
+            evictable: 0,
+            item: None,
+        })
     }
 }

@@ -5,6 +5,7 @@
 
 mod lifecycle;
 mod machine;
+mod memory;
 mod model;
 mod planning;
 mod threads;
@@ -26,6 +27,7 @@ fn config() -> SchedulerConfig {
         max_context: 1000,
         vocab_size: 100,
         policy: Policy::Fcfs,
+        memory: MemoryConfig::default(),
     }
 }
 

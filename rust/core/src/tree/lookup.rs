@@ -118,9 +118,31 @@ impl Books {
         limit: usize,
         reader: PriorityClass,
     ) -> u64 {
-        let tick = self.next_tick();
         let root = self.root(namespace);
         let found = self.find(root, tokens, limit);
+        self.take(root, found, tokens.len(), reader)
+    }
+
+    /// As `match_prefix`, of whole pages and with no regard to snapshots.
+    pub(super) fn match_kv(
+        &mut self,
+        namespace: Namespace,
+        tokens: &[u32],
+        reader: PriorityClass,
+    ) -> u64 {
+        let root = self.root(namespace);
+        let (path, len) = self.walk(root, tokens);
+        let found = Found {
+            path,
+            len,
+            kv_len: len,
+            snapshot: None,
+        };
+        self.take(root, found, tokens.len(), reader)
+    }
+
+    fn take(&mut self, root: NodeId, found: Found, asked: usize, reader: PriorityClass) -> u64 {
+        let tick = self.next_tick();
         let mut path = found.path;
         if let Some(last) = path.last_mut() {
             *last = self.cut_at(*last, found.len);
@@ -144,7 +166,7 @@ impl Books {
             snapshot.tick = tick;
         }
         self.counters.lookups += 1;
-        self.counters.lookup_tokens += tokens.len() as u64;
+        self.counters.lookup_tokens += asked as u64;
         self.counters.hit_device_tokens += device_len as u64;
         self.counters.hit_host_tokens += (found.len - device_len) as u64;
         self.counters.lost_no_snapshot_tokens += (found.kv_len - found.len) as u64;

@@ -190,6 +190,7 @@ impl ReferenceStateMachine for Reference {
                         max_context,
                         vocab_size: VOCAB,
                         policy,
+                        memory: MemoryConfig::default(),
                     };
                     Self {
                         slots,

@@ -151,6 +151,8 @@ impl Model {
         }
         self.epoch += 1;
         self.stats.steps += 1;
+        let running = self.live.iter().filter(|request| request.slot.is_some());
+        self.stats.deferred_rows += (running.count() - planned.len()) as u64;
         let rows: Vec<Row> = planned
             .iter()
             .map(|&(at, n)| self.live[at].row(n))
@@ -356,6 +358,9 @@ impl Model {
             message,
             prompt_len: request.spec.prompt.len(),
             computed_prompt_tokens: request.computed.min(request.spec.prompt.len()),
+            cached: crate::memory::Hit::default(),
+            recomputed_tokens: 0,
+            preemptions: 0,
             stamps: Stamps {
                 finished_ns: Some(self.now),
                 ..request.stamps

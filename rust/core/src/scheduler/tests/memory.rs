@@ -1,0 +1,521 @@
+//! The scheduler with pages, tiers and preemption against a machine that keeps, for every token of
+//! every layer, a hash of the whole prefix it stands for. Whatever is planned, a row must find in
+//! its block table, layer by layer, exactly the prefix of its own request; and every request must
+//! end with the tokens it would have alone.
+
+use std::collections::HashMap;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::memory::{Admission, MemoryConfig, Preemption, StoreCopy, StreamBudget};
+use crate::pages::{Addressing, PageConfig, PageEntry};
+use crate::plan::StepPlan;
+use crate::tree::WritePolicy;
+use crate::copy_job::{CopyFailure, CopyOutcome};
+use crate::{KvPiece, StatePiece};
+
+const PAGE: usize = 64;
+const VOCAB: u64 = 50;
+const CONTEXT: usize = 640;
+
+fn mix(a: u64, b: u64) -> u64 {
+    let mut x = a ^ b.wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(23);
+    x = (x ^ (x >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    x ^ (x >> 31)
+}
+
+/// Hash of each prefix of `tokens`.
+fn prefixes(tokens: &[u32]) -> Vec<u64> {
+    let mut hash = 1;
+    tokens
+        .iter()
+        .map(|&token| {
+            hash = mix(hash, u64::from(token) + 1);
+            hash
+        })
+        .collect()
+}
+
+fn injected(job: u64) -> CopyOutcome {
+    CopyOutcome::Failed(Box::new(CopyFailure::of(job, "injected")))
+}
+
+/// The token that follows a prefix.
+fn next_token(prefix: u64) -> u32 {
+    u32::try_from(prefix % VOCAB).unwrap()
+}
+
+#[derive(Clone, Debug)]
+struct Setup {
+    layers: u32,
+    pages: Option<u32>,
+    width: u32,
+    host_pages: u32,
+    hybrid: bool,
+    slots: u32,
+    park: bool,
+    reserve: bool,
+    preempt_every: u64,
+    policy: WritePolicy,
+}
+
+/// Device and host memory of the simulated machine.
+struct Machine {
+    setup: Setup,
+    scheduler: Scheduler,
+    /// By flat page and offset: layer and prefix of the token stored there.
+    device: HashMap<(u64, u32), u64>,
+    /// By layer, host page and offset.
+    host: HashMap<(u32, u32, u32), u64>,
+    state: HashMap<u32, u64>,
+    saved: HashMap<u32, u64>,
+    stores: Vec<StoreCopy>,
+    asked: HashMap<u64, (Vec<u32>, u32)>,
+    known: HashMap<u64, Vec<u32>>,
+    next_id: u64,
+}
+
+impl Machine {
+    fn new(setup: Setup) -> Self {
+        let memory = MemoryConfig {
+            page_size: 64,
+            pages: setup.pages.map(|num_pages| PageConfig {
+                num_pages,
+                num_layers: setup.layers,
+                page_size: 64,
+                slot_widths: setup.width,
+                addressing: Addressing::Flat,
+                cap_high: None,
+                cap_low: None,
+            }),
+            prefix_cache: true,
+            policy: setup.policy,
+            host_pages: setup.host_pages,
+            snapshots: if setup.hybrid { 6 } else { 0 },
+            staging: if setup.hybrid { 2 } else { 0 },
+            state_slots: setup.slots,
+            hybrid: setup.hybrid,
+            snapshot_interval: 128,
+            page_bytes: 1000,
+            admission: if setup.reserve {
+                Admission::Reserve
+            } else {
+                Admission::Estimate { ratio: 0.3 }
+            },
+            preemption: if setup.park {
+                Preemption::Park
+            } else {
+                Preemption::Recompute
+            },
+            preempt_every: setup.preempt_every,
+            load_back_threshold: 1,
+            stream: StreamBudget {
+                bytes_per_ms: 1500.0,
+                low_step_ms: 3.0,
+                low_max_wait_steps: 3,
+                ..StreamBudget::default()
+            },
+        };
+        let config = SchedulerConfig {
+            max_batch_tokens: 256,
+            max_waiting: 1000,
+            max_results: 100_000,
+            max_context: CONTEXT,
+            vocab_size: u32::try_from(VOCAB).unwrap(),
+            policy: Policy::Priority,
+            memory,
+        };
+        Self {
+            scheduler: scheduler(setup.slots, config),
+            setup,
+            device: HashMap::new(),
+            host: HashMap::new(),
+            state: HashMap::new(),
+            saved: HashMap::new(),
+            stores: Vec::new(),
+            asked: HashMap::new(),
+            known: HashMap::new(),
+            next_id: 0,
+        }
+    }
+
+    fn submit(&mut self, prompt: Vec<u32>, max_tokens: u32, class: PriorityClass) -> bool {
+        let id = self.next_id;
+        let spec = RequestSpec {
+            id: Some(RequestId(id)),
+            prompt: prompt.clone().into(),
+            sampling: SamplingSpec {
+                max_tokens,
+                ..SamplingSpec::default()
+            },
+            class,
+        };
+        match self.scheduler.submit(spec, 0) {
+            Ok(_) => {
+                self.next_id += 1;
+                self.asked.insert(id, (prompt.clone(), max_tokens));
+                self.known.insert(id, prompt);
+                true
+            }
+            Err(Error::OutOfPages { .. }) => false,
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    /// Flat page of a block-table entry at a layer.
+    fn flat(&self, entry: u32, layer: u32, k0: u64) -> u64 {
+        let entry = PageEntry(entry);
+        let Some(pages) = self.setup.pages else {
+            return u64::from(entry.base()) + u64::from(layer) * u64::from(self.setup.slots);
+        };
+        let step = if entry.is_low() {
+            (k0 + u64::from(layer)) % u64::from(self.setup.width)
+        } else {
+            u64::from(layer)
+        };
+        u64::from(entry.base()) + step * u64::from(pages)
+    }
+
+    fn copy_in(&mut self, piece: KvPiece, layer: u32, low: bool, k0: u64) {
+        let entry = piece.device_page | if low { 1 << 31 } else { 0 };
+        let flat = self.flat(entry, layer, k0);
+        for at in 0..piece.tokens {
+            let value = self.host.get(&(layer, piece.host_page.0, at)).copied();
+            let place = (flat, piece.device_token + at);
+            match value {
+                Some(value) => self.device.insert(place, value),
+                None => self.device.remove(&place),
+            };
+        }
+    }
+
+    fn copy_out(&mut self, store: &StoreCopy) {
+        for piece in &store.kv {
+            for layer in 0..self.setup.layers {
+                let flat = self.flat(piece.device_page, layer, 0);
+                for at in 0..piece.tokens {
+                    let value = self.device.get(&(flat, piece.device_token + at)).copied();
+                    let place = (layer, piece.host_page.0, at);
+                    match value {
+                        Some(value) => self.host.insert(place, value),
+                        None => self.host.remove(&place),
+                    };
+                }
+            }
+        }
+        for piece in &store.state {
+            let value = self.state.get(&piece.device_slot).copied().unwrap_or(0);
+            self.saved.insert(piece.host_slot, value);
+        }
+    }
+
+    /// Runs one step. `fails` decides which copies of it fail. False if there was nothing to do.
+    fn step(&mut self, mut fails: impl FnMut() -> bool, broken: bool) -> bool {
+        let plan = self.scheduler.try_plan();
+        self.stores.extend(self.scheduler.take_stores());
+        let Some(plan) = plan else { return false };
+        self.scheduler.check().unwrap();
+        let garbage = self.run_copies(&plan, &mut fails);
+        if broken {
+            self.scheduler.fail(plan.epoch, "broken", 0).unwrap();
+            self.stores.extend(self.scheduler.take_stores());
+            return true;
+        }
+        let tokens = self.run_rows(&plan, garbage);
+        let report = self.scheduler.commit(plan.epoch, &tokens, &[], 0).unwrap();
+        for (i, &row) in plan.sample_rows.iter().enumerate() {
+            if report.accepted[i] {
+                let id = plan.request_ids[usize::try_from(row).unwrap()];
+                let token = u32::try_from(tokens[i]).unwrap();
+                self.known.get_mut(&id).unwrap().push(token);
+            }
+        }
+        self.stores.extend(self.scheduler.take_stores());
+        self.scheduler.check().unwrap();
+        true
+    }
+
+    /// Copies of the step, and whether one of them failed: rows that depend on it then read
+    /// anything, and their tokens must not be taken.
+    fn run_copies(&mut self, plan: &StepPlan, fails: &mut impl FnMut() -> bool) -> bool {
+        let mut garbage = false;
+        for load in &plan.copies.loads {
+            if fails() {
+                garbage = true;
+                self.scheduler.complete(load.job, injected(load.job));
+                continue;
+            }
+            for &piece in &load.kv {
+                for layer in 0..self.setup.layers {
+                    self.copy_in(piece, layer, false, 0);
+                }
+            }
+            for &StatePiece {
+                device_slot,
+                host_slot,
+            } in &load.state
+            {
+                let value = self.saved.get(&host_slot).copied().unwrap_or(0);
+                self.state.insert(device_slot, value);
+            }
+            self.scheduler.complete(load.job, CopyOutcome::Done);
+        }
+        if let Some(window) = &plan.copies.window {
+            let outcome = if fails() {
+                garbage = true;
+                injected(window.job)
+            } else {
+                CopyOutcome::Done
+            };
+            self.scheduler.complete(window.job, outcome);
+        }
+        garbage
+    }
+
+    fn run_rows(&mut self, plan: &StepPlan, garbage: bool) -> Vec<i32> {
+        let rows = plan.request_ids.len();
+        let at = |offsets: &[i64], row: usize| {
+            usize::try_from(offsets[row]).unwrap()..usize::try_from(offsets[row + 1]).unwrap()
+        };
+        let page_tokens = if self.setup.pages.is_some() { PAGE } else { CONTEXT };
+        let mut hashes = Vec::new();
+        for row in 0..rows {
+            let span = at(&plan.token_offsets, row);
+            let known = &self.known[&plan.request_ids[row]];
+            let start = usize::try_from(plan.starts[row]).unwrap();
+            let tokens: Vec<u32> = plan.token_ids[span.clone()]
+                .iter()
+                .map(|&token| u32::try_from(token).unwrap())
+                .collect();
+            assert_eq!(tokens, known[start..start + span.len()], "the row's tokens are its own");
+            hashes.push(prefixes(&known[..start + span.len()]));
+        }
+        for layer in 0..self.setup.layers {
+            if let Some(window) = &plan.copies.window {
+                for &piece in &window.pieces.clone() {
+                    self.copy_in(piece, layer, true, window.k0);
+                }
+            }
+            for row in 0..rows {
+                let span = at(&plan.token_offsets, row);
+                let table = &plan.block_tables[at(&plan.table_offsets, row)];
+                let start = usize::try_from(plan.starts[row]).unwrap();
+                for position in 0..start {
+                    let entry = table[position / page_tokens];
+                    let flat = self.flat(entry, layer, plan.stream_k0);
+                    let offset = u32::try_from(position % page_tokens).unwrap();
+                    let found = self.device.get(&(flat, offset)).copied();
+                    let wanted = mix(hashes[row][position], u64::from(layer));
+                    assert!(
+                        garbage || found == Some(wanted),
+                        "request {} layer {layer} position {position} of {start}, entry {entry:#x}",
+                        plan.request_ids[row]
+                    );
+                }
+                for (i, index) in span.enumerate() {
+                    let position = start + i;
+                    let page = u32::try_from(plan.token_pages[index]).unwrap();
+                    assert_eq!(page, table[position / page_tokens]);
+                    let flat = self.flat(page, layer, 0);
+                    let offset = u32::try_from(position % page_tokens).unwrap();
+                    let value = mix(hashes[row][position], u64::from(layer));
+                    self.device.insert((flat, offset), value);
+                }
+            }
+        }
+        if self.setup.hybrid {
+            for row in 0..rows {
+                let slot = u32::try_from(plan.slots[row]).unwrap();
+                let start = usize::try_from(plan.starts[row]).unwrap();
+                let before = self.state.get(&slot).copied();
+                if start > 0 {
+                    let wanted = Some(hashes[row][start - 1]);
+                    assert!(garbage || before == wanted, "state of {}", plan.request_ids[row]);
+                }
+                self.state.insert(slot, *hashes[row].last().unwrap());
+            }
+            for &(slot, staging) in &plan.snapshots {
+                self.state.insert(staging, self.state[&slot]);
+            }
+        }
+        let sampled = plan.sample_rows.iter();
+        sampled
+            .map(|&row| {
+                let hash = hashes[usize::try_from(row).unwrap()].last().unwrap();
+                i32::try_from(next_token(*hash)).unwrap()
+            })
+            .collect()
+    }
+
+    /// Ends the store at `at`.
+    fn end_store(&mut self, at: usize, ok: bool) {
+        let store = self.stores.remove(at);
+        let outcome = if ok {
+            self.copy_out(&store);
+            CopyOutcome::Done
+        } else {
+            injected(store.job)
+        };
+        self.scheduler.complete(store.job, outcome);
+    }
+
+    /// Runs everything to its end and checks that nothing is left behind.
+    fn drain(&mut self) {
+        let mut idle = 0;
+        for _ in 0..20_000 {
+            let ran = self.step(|| false, false);
+            while !self.stores.is_empty() {
+                self.end_store(0, true);
+            }
+            idle = if ran { 0 } else { idle + 1 };
+            if idle > 2 {
+                break;
+            }
+        }
+        let stats = self.scheduler.stats();
+        assert_eq!((stats.waiting, stats.running), (0, 0), "{}", self.scheduler.describe());
+        self.scheduler.check_idle().unwrap();
+        for (id, (prompt, max_tokens)) in &self.asked {
+            let Ok(RequestStatus::Finished(result)) = self.scheduler.poll(RequestId(*id)) else {
+                panic!("request {id} has no result");
+            };
+            let mut tokens = prompt.clone();
+            for _ in 0..result.tokens.len() {
+                tokens.push(next_token(*prefixes(&tokens).last().unwrap()));
+            }
+            assert_eq!(result.tokens, tokens[prompt.len()..], "request {id}");
+            if result.reason == FinishReason::Length {
+                let room = CONTEXT - prompt.len();
+                assert_eq!(result.tokens.len(), room.min(*max_tokens as usize));
+                let cached = result.cached.device + result.cached.host + result.cached.streamed;
+                assert_eq!(result.computed_prompt_tokens + cached, prompt.len());
+            }
+        }
+    }
+}
+
+/// Prompts with a few shared beginnings.
+fn prompt(family: u32, shared: usize, own: usize, salt: u32) -> Vec<u32> {
+    let common = (0..shared).map(|at| (u32::try_from(at).unwrap() * 7 + family) % 50);
+    let rest = (0..own).map(|at| (u32::try_from(at).unwrap() * 3 + salt) % 50);
+    common.chain(rest).collect()
+}
+
+#[derive(Clone, Debug)]
+enum Op {
+    Submit {
+        family: u32,
+        shared: usize,
+        own: usize,
+        salt: u32,
+        max_tokens: u32,
+        low: bool,
+    },
+    Step {
+        fails: u8,
+        broken: bool,
+    },
+    Abort(u64),
+    EndStore {
+        at: usize,
+        ok: bool,
+    },
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    prop_oneof![
+        3 => (0..3u32, 0..5usize, 1..90usize, 0..50u32, 1..70u32, any::<bool>()).prop_map(
+            |(family, shared, own, salt, max_tokens, low)| Op::Submit {
+                family, shared: shared * 64 + shared, own, salt, max_tokens, low,
+            }
+        ),
+        12 => (0..20u8, 0..60u8).prop_map(|(fails, broken)| Op::Step { fails, broken: broken == 0 }),
+        1 => (0..12u64).prop_map(Op::Abort),
+        5 => (0..8usize, 0..10u8).prop_map(|(at, ok)| Op::EndStore { at, ok: ok > 0 }),
+    ]
+}
+
+fn setup() -> impl Strategy<Value = Setup> {
+    let policy = prop_oneof![
+        4 => Just(WritePolicy::WriteThrough),
+        1 => Just(WritePolicy::Selective { hits: 2 }),
+        1 => Just(WritePolicy::WriteBack),
+        1 => Just(WritePolicy::None),
+    ];
+    (
+        (2..6u32, prop_oneof![1 => Just(None), 4 => (2..20u32).prop_map(Some)], 1..4u32),
+        (prop_oneof![1 => Just(0u32), 1 => Just(8u32), 2 => 8..40u32], any::<bool>(), 1..5u32),
+        (any::<bool>(), any::<bool>(), 0..4u64, policy),
+    )
+        .prop_map(|((layers, pages, width), (host_pages, hybrid, slots), rest)| Setup {
+            layers,
+            pages,
+            width: width.min(layers),
+            host_pages,
+            hybrid,
+            slots,
+            park: rest.0,
+            reserve: rest.1,
+            preempt_every: rest.2,
+            policy: rest.3,
+        })
+}
+
+fn run(setup: Setup, ops: Vec<Op>) {
+    let mut machine = Machine::new(setup);
+    let mut ended = std::collections::BTreeSet::new();
+    for op in ops {
+        match op {
+            Op::Submit {
+                family,
+                shared,
+                own,
+                salt,
+                max_tokens,
+                low,
+            } => {
+                let class = if low { PriorityClass::Low } else { PriorityClass::High };
+                machine.submit(prompt(family, shared, own, salt), max_tokens, class);
+            }
+            Op::Step { fails, broken } => {
+                let mut count = 0;
+                let fails = move || {
+                    count += 1;
+                    fails != 0 && count % (u32::from(fails) + 1) == 1 && fails < 4
+                };
+                machine.step(fails, broken);
+            }
+            Op::Abort(back) => {
+                if let Some(id) = machine.next_id.checked_sub(back + 1) {
+                    let aborted = machine.scheduler.abort(RequestId(id), 0);
+                    assert_eq!(aborted, aborted && ended.insert(id));
+                }
+            }
+            Op::EndStore { at, ok } => {
+                if !machine.stores.is_empty() {
+                    let at = at % machine.stores.len();
+                    machine.end_store(at, ok);
+                }
+            }
+        }
+        machine.scheduler.check().unwrap();
+    }
+    machine.drain();
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig {
+        cases: 150,
+        max_shrink_iters: 3000,
+        ..ProptestConfig::default()
+    })]
+
+    #[test]
+    fn every_row_finds_its_own_prefix_and_nothing_is_lost(
+        setup in setup(),
+        ops in prop::collection::vec(op(), 1..120),
+    ) {
+        run(setup, ops);
+    }
+}
