@@ -1,6 +1,6 @@
 //! Errors of the core as the Python classes of `headrace.errors`.
 
-use headrace_core::Error;
+use headrace_core::{CopyFailure, Error};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 
@@ -12,8 +12,9 @@ pub(crate) fn to_py(py: Python<'_>, error: &Error) -> PyErr {
         Error::PromptTooLong { .. } => "PromptTooLong",
         Error::DuplicateRequest { .. } => "DuplicateRequest",
         Error::UnknownRequest { .. } => "UnknownRequest",
-        Error::OutOfSlots { .. } => "OutOfPages",
-        Error::QueueFull { .. } => "QueueFull",
+        Error::OutOfSlots { .. } | Error::OutOfHostMemory { .. } => "OutOfPages",
+        Error::QueueFull { .. } | Error::CopyQueueFull { .. } => "QueueFull",
+        Error::Copy(_) => "CopyError",
         Error::StalePlan { .. } => "StalePlan",
         Error::Closed { .. } => "EngineClosed",
     };
@@ -27,6 +28,18 @@ pub(crate) fn to_py(py: Python<'_>, error: &Error) -> PyErr {
             .setattr("needed", *needed)
             .and_then(|()| value.setattr("free", *free))
             .and_then(|()| value.setattr("evictable", 0)),
+        Error::OutOfHostMemory {
+            needed, available, ..
+        } => value
+            .setattr("needed", *needed)
+            .and_then(|()| value.setattr("free", *available))
+            .and_then(|()| value.setattr("evictable", 0)),
+        Error::Copy(failure) => value
+            .setattr("job", failure.job)
+            .and_then(|()| value.setattr("page", failure.page))
+            .and_then(|()| value.setattr("plane", failure.plane.as_deref()))
+            .and_then(|()| value.setattr("layer", failure.layer))
+            .and_then(|()| value.setattr("settled", failure.settled)),
         Error::DuplicateRequest { id } | Error::UnknownRequest { id } => {
             value.setattr("request_id", id.0)
         }
@@ -36,6 +49,11 @@ pub(crate) fn to_py(py: Python<'_>, error: &Error) -> PyErr {
         Ok(()) => py_error,
         Err(failed) => failed,
     }
+}
+
+/// The `CopyError` of a failed job.
+pub(crate) fn copy_error(py: Python<'_>, failure: &CopyFailure) -> PyErr {
+    to_py(py, &Error::Copy(Box::new(failure.clone())))
 }
 
 /// An `InvalidRequest` for a value that does not even have the right type.

@@ -1,6 +1,6 @@
-//! Interpreter exit: close every scheduler, and let no thread be caught outside Python.
+//! Interpreter exit: close every scheduler and copy queue, and let no thread be caught outside Python.
 //!
-//! Owns the list of live schedulers (weak) and the number of threads that are detached from the
+//! Owns the lists of live schedulers and copy queues (weak) and the number of threads that are detached from the
 //! interpreter. While it is finalised, a thread that wants to attach again is ended on the spot,
 //! which Rust frames do not survive (PyO3/pyo3#6084). So the exit hook closes, waits for those
 //! outside, and from then on nobody detaches. Both the flag and the count are changed while
@@ -11,7 +11,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use headrace_core::{FinishReason, Scheduler};
-use headrace_device::{Deadline, monotonic_ns};
+use headrace_device::{CopyQueue, Deadline, monotonic_ns};
 use parking_lot::{Condvar, Mutex};
 use pyo3::prelude::*;
 
@@ -19,6 +19,7 @@ use pyo3::prelude::*;
 const EXIT_WAIT: Duration = Duration::from_secs(1);
 
 static SCHEDULERS: Mutex<Vec<Weak<Scheduler>>> = Mutex::new(Vec::new());
+static COPIES: Mutex<Vec<Weak<CopyQueue>>> = Mutex::new(Vec::new());
 /// Set while attached, never cleared.
 static EXITING: AtomicBool = AtomicBool::new(false);
 static OUTSIDE: Mutex<usize> = Mutex::new(0);
@@ -34,6 +35,13 @@ pub(crate) fn watch(scheduler: &Arc<Scheduler>) {
     let mut schedulers = SCHEDULERS.lock();
     schedulers.retain(|known| known.strong_count() > 0);
     schedulers.push(Arc::downgrade(scheduler));
+}
+
+/// Remembers `queue` until it is dropped.
+pub(crate) fn watch_copies(queue: &Arc<CopyQueue>) {
+    let mut queues = COPIES.lock();
+    queues.retain(|known| known.strong_count() > 0);
+    queues.push(Arc::downgrade(queue));
 }
 
 /// Runs `f` detached from Python, or attached once the interpreter exits.
@@ -78,6 +86,11 @@ fn close_all(py: Python<'_>) {
         let schedulers = std::mem::take(&mut *SCHEDULERS.lock());
         for scheduler in schedulers.iter().filter_map(Weak::upgrade) {
             scheduler.close("the interpreter exits", FinishReason::Abort, monotonic_ns());
+        }
+        let queues = std::mem::take(&mut *COPIES.lock());
+        for queue in queues.iter().filter_map(Weak::upgrade) {
+            // Nobody is left to read what still comes.
+            queue.shutdown_within(Duration::ZERO);
         }
         let deadline = Deadline::after(Some(EXIT_WAIT));
         let mut outside = OUTSIDE.lock();

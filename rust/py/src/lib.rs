@@ -4,10 +4,12 @@ use pyo3::prelude::*;
 
 mod bench;
 mod convert;
+mod copy;
 mod door;
 mod error;
 mod exit;
 mod plan;
+mod region;
 mod result;
 mod sampling;
 mod scheduler;
@@ -24,6 +26,13 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<result::RequestResult>()?;
     module.add_class::<result::RequestStatus>()?;
     module.add_class::<scheduler::Scheduler>()?;
+    module.add_class::<region::Region>()?;
+    module.add_class::<region::HostMemory>()?;
+    module.add_class::<region::CopyPlanes>()?;
+    module.add_class::<copy::CpuDevice>()?;
+    module.add_class::<copy::CopyQueue>()?;
+    module.add_class::<copy::CopyTicket>()?;
+    module.add_class::<copy::StepHandle>()?;
     module.add_function(wrap_pyfunction!(plan::build_plan, module)?)?;
     module.add_function(wrap_pyfunction!(plan::decode_width, module)?)?;
     module.add_function(wrap_pyfunction!(bench::bench_core, module)?)?;
