@@ -6,19 +6,28 @@ its machine integer an `OverflowError`. In a forked child every call raises `For
 """
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias, final
+from typing import Any, Literal, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.errors import CopyError
+
 __all__ = [
     "CHUNK_ALIGN",
+    "CopyPlanes",
+    "CopyQueue",
+    "CopyTicket",
+    "CpuDevice",
+    "HostMemory",
+    "Region",
     "RequestResult",
     "RequestStatus",
     "SamplingRows",
     "SamplingSpec",
     "Scheduler",
     "SlotAllocator",
+    "StepHandle",
     "StepPlan",
     "__version__",
     "bench_core",
@@ -330,6 +339,185 @@ class Scheduler:
 
     def check(self) -> None:
         """Recount every invariant; raises `HeadraceError` that says what does not agree."""
+
+@final
+class Region:
+    """A range of addresses that keeps its owner (a tensor, usually) alive.
+
+    The caller states that `owner` keeps `nbytes` writable bytes at `data_ptr`: host memory, or of
+    the GPU with index `cuda`. Copies read and write there without asking again.
+    """
+
+    def __new__(
+        cls, data_ptr: int, nbytes: int, owner: object, *, cuda: int | None = None
+    ) -> Region: ...
+    @property
+    def data_ptr(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+@final
+class HostMemory:
+    """One anonymous mapping of exactly `nbytes` bytes, zero, and resident only where used.
+
+    `touch_threads` > 0 makes all of it resident at once. Raises `ConfigError` for 0 bytes,
+    `OutOfPages` (`needed`, `free` in bytes) if the machine or the control group of the process has
+    less; nothing is mapped then. It is unmapped with its last region, array and running copy.
+    """
+
+    def __new__(cls, nbytes: int, *, touch_threads: int = 0) -> HostMemory: ...
+    @property
+    def nbytes(self) -> int: ...
+    def region(self, offset: int = 0, nbytes: int | None = None) -> Region:
+        """Part of it, to the end by default. Raises `ConfigError` beyond the end."""
+
+    def array(self, offset: int = 0, nbytes: int | None = None) -> NDArray[np.uint8]:
+        """The same as a writable view."""
+
+_Plane: TypeAlias = tuple[str, int, int, int, Region, Region]
+
+@final
+class CopyPlanes:
+    """Every tensor that a page or a snapshot consists of, with its memory on both sides.
+
+    model_layers: "kv" or "state" for every layer of the model.
+    kv_planes: (name, bytes per token, layer stride, page stride, device region, host region) each;
+    strides are those of the device tensor `[L, pages, page_tokens, bytes]` in bytes, the host side
+    is `[L, host_pages, host_page_tokens, bytes]`, contiguous.
+    host_page_tokens: `page_tokens` by default; smaller in slot mode.
+    state_planes: (name, bytes per slot, layer stride, slot stride, device region, host region)
+    each; device `[Ls, slots, bytes]`, host `[Ls, snapshots, bytes]`.
+
+    Raises `ConfigError` that names the plane: a size that is zero or leaves 64 bits, strides that
+    overlap, a region that is too small.
+    """
+
+    def __new__(
+        cls,
+        model_layers: Sequence[str],
+        *,
+        pages: int = 0,
+        page_tokens: int = 0,
+        host_pages: int = 0,
+        host_page_tokens: int | None = None,
+        kv_planes: Sequence[_Plane] = ...,
+        slots: int = 0,
+        snapshots: int = 0,
+        state_planes: Sequence[_Plane] = ...,
+    ) -> CopyPlanes: ...
+    @property
+    def names(self) -> list[str]:
+        """Names of the planes, KV planes first."""
+    @property
+    def kv_layers(self) -> int: ...
+
+@final
+class CpuDevice:
+    """Copies by memcpy on a thread per stream.
+
+    `bandwidth` caps either direction, in bytes per second, to imitate a link. Raises `ConfigError`
+    for 0.
+    """
+
+    def __new__(cls, bandwidth: int | None = None) -> CpuDevice: ...
+    def inject(self, stream: str, nth: int, what: str, *, seconds: float = 0.0) -> None:
+        """For tests: make a copy fail, hang or start late.
+
+        The `nth` copy (0: the next) that starts on "load", "window" or "store" gets "fail", "hang"
+        or "delay" (by `seconds`). Raises `InvalidRequest` for other names.
+        """
+
+@final
+class CopyTicket:
+    """A point of the forward behind which a store may start."""
+
+@final
+class CopyQueue:
+    """Copies between host and device, ordered by recorded tickets, done by a thread of its own.
+
+    Pieces of KV are uint32 `[pieces, 4]`: device page (flat base), first token in it, host page,
+    tokens. Pieces of state are uint32 `[pieces, 2]`: device slot, snapshot slot. Job ids are the
+    caller's, unique among the jobs that live. Every job has exactly one outcome.
+
+    deadline: seconds that a copy may take; waits at gates may take twice that.
+    max_jobs: jobs that may live; `QueueFull` beyond it.
+    max_outcomes: outcomes kept for `poll`; the oldest goes first.
+    """
+
+    def __new__(
+        cls,
+        device: CpuDevice,
+        planes: CopyPlanes,
+        *,
+        deadline: float = 30.0,
+        max_jobs: int = 1024,
+        max_outcomes: int = 16384,
+    ) -> CopyQueue: ...
+    def start_step(
+        self,
+        loads: Sequence[tuple[int, NDArray[np.uint32], NDArray[np.uint32] | None]] = ...,
+        window: tuple[int, NDArray[np.uint32], int, int] | None = None,
+    ) -> StepHandle:
+        """Hand over the loads of a step and return its gates; planning is left to the worker.
+
+        loads: (job, KV pieces, state pieces or None) each. window: (job, LOW pieces, running index
+        of the step's first KV layer, width). Raises `InvalidRequest` (a page, slot or width that
+        is none, destinations that overlap, an id that lives, an index that goes back), `QueueFull`
+        or `EngineClosed`; nothing is taken then.
+        """
+
+    def record(self) -> CopyTicket:
+        """A ticket behind everything the forward has enqueued."""
+
+    def submit_store(
+        self,
+        job: int,
+        kv: NDArray[np.uint32],
+        state: NDArray[np.uint32] | None = None,
+        *,
+        after: CopyTicket | None = None,
+    ) -> None:
+        """Queue a copy to the host that starts only behind `after` (now, if None).
+
+        Raises as `start_step`.
+        """
+
+    def cancel(self, job: int) -> bool:
+        """End a job that the device knows nothing of yet with "cancelled"; False otherwise."""
+
+    def drain(self, deadline: float | None = None) -> None:
+        """Wait for every job to be over; `CopyError` that names one that is not in time."""
+
+    def shutdown(self, deadline: float | None = None) -> None:
+        """Take no more jobs, let the others end in time, fail the rest. Idempotent."""
+
+    def poll(
+        self,
+    ) -> list[tuple[int, Literal["done", "failed", "cancelled"], CopyError | None]]:
+        """Take the outcomes since the last call: (job, outcome, the error of a failed one)."""
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of one instant; `load`, `window` and `store` are dicts of their own."""
+
+@final
+class StepHandle:
+    """The gates of one step. Dropping it releases what it holds."""
+
+    def before_layer(self, model_layer: int) -> None:
+        """Wait until what the layer reads is there; that of a failed job counts as there.
+
+        Raises `InvalidRequest` for no layer of the model, `CopyError` at twice the deadline of the
+        queue, `EngineClosed` after a shutdown.
+        """
+
+    def after_layer(self, model_layer: int) -> None:
+        """The layer has been read: its window buffer may be refilled."""
+
+    def finish(self) -> list[int]:
+        """Release everything, wait for the step's jobs, return the ids of those that failed."""
+
+    def release(self) -> None:
+        """Release every buffer without waiting."""
 
 def bench_core(*, rows: int = 256, repeat: int = 101) -> dict[str, int]:
     """Median nanoseconds of slot_allocate_free, submit, plan and commit (`rows` decode rows)."""

@@ -78,6 +78,20 @@ class ForkedProcess(HeadraceError, RuntimeError):
     """An engine object used in a forked child. Start workers with the `spawn` method."""
 
 
+class CopyError(HeadraceError, RuntimeError):
+    """A copy between host and device failed or did not end in time; what it wrote is not valid.
+
+    `job`, `page`, `plane`, `layer`: what is known of the place, else None. `settled` is False if the
+    device may still touch the job's pages: they must not be handed out again.
+    """
+
+    job: int
+    page: int | None
+    plane: str | None
+    layer: int | None
+    settled: bool
+
+
 class ModelError(HeadraceError):
     """A model that cannot be loaded: unknown, damaged or not supported. Names the file or key."""
 
