@@ -194,6 +194,24 @@ class StepPlan:
     def token_slots(self) -> NDArray[np.int64]:
         """`[tokens]`."""
     @property
+    def block_tables(self) -> NDArray[np.uint32]:
+        """Block-table entries of all rows, one after the other; uint32."""
+    @property
+    def table_offsets(self) -> NDArray[np.int64]:
+        """`[rows + 1]`: borders of the rows in `block_tables`."""
+    @property
+    def token_pages(self) -> NDArray[np.int64]:
+        """`[tokens]`: HIGH page (or slot) each token is written to."""
+    @property
+    def stream_k0(self) -> int:
+        """Running number of the first layer that LOW rows stream in this step."""
+    @property
+    def snapshots(self) -> list[tuple[int, int]]:
+        """(state slot, staging slot): states to copy aside after the step."""
+    @property
+    def has_copies(self) -> bool:
+        """Whether `Scheduler.start_step` has anything to hand over."""
+    @property
     def sample_rows(self) -> NDArray[np.int64]:
         """`[samples]`: rows whose next token is wanted."""
     @property
@@ -233,7 +251,16 @@ class RequestResult:
     @property
     def prompt_len(self) -> int: ...
     @property
-    def computed_prompt_tokens(self) -> int: ...
+    def computed_prompt_tokens(self) -> int:
+        """Prompt tokens that went through a forward; each counts once."""
+    @property
+    def cached_tokens(self) -> tuple[int, int, int]:
+        """Prompt tokens that did not: found on the device, loaded from the host, streamed."""
+    @property
+    def recomputed_tokens(self) -> int:
+        """Tokens computed again after a preemption or a failed copy."""
+    @property
+    def preemptions(self) -> int: ...
     @property
     def submitted_ns(self) -> int: ...
     @property
@@ -248,7 +275,7 @@ class RequestStatus:
     """Where a request stands."""
 
     @property
-    def phase(self) -> Literal["waiting", "prefilling", "decoding", "finished"]: ...
+    def phase(self) -> Literal["waiting", "preempted", "prefilling", "decoding", "finished"]: ...
     @property
     def computed(self) -> int:
         """Tokens whose KV is computed."""
@@ -256,6 +283,48 @@ class RequestStatus:
     def token_ids(self) -> list[int]: ...
     @property
     def result(self) -> RequestResult | None: ...
+
+@final
+class MemoryConfig:
+    """Layout and tiers of the KV memory of a scheduler, which checks them.
+
+    page_size: tokens of a page of the tree, the host tier and the device. num_pages: device pages
+    of `num_layers` KV layers; None is fixed slots. slot_widths: layers of a LOW page. low_pages:
+    raw pages for LOW pages at most. host_pages, snapshots: room of the host tier; 0 is none.
+    staging: state slots from `state_slots` on in which a snapshot waits for its copy. page_bytes:
+    KV of a page. preempt_every: test switch, 0 is never. The rest is the cost model of streaming:
+    bytes a millisecond of the link, predicted time of a step with HIGH rows, and what LOW rows may
+    stream in a step without.
+    """
+
+    def __new__(
+        cls,
+        *,
+        page_size: int = 64,
+        num_pages: int | None = None,
+        num_layers: int = 1,
+        slot_widths: int = 2,
+        low_pages: int | None = None,
+        prefix_cache: bool = False,
+        write_policy: str = "write_through",
+        host_pages: int = 0,
+        hybrid: bool = False,
+        snapshots: int = 0,
+        staging: int = 0,
+        state_slots: int = 0,
+        snapshot_interval: int = 4096,
+        page_bytes: int = 0,
+        admission: str = "estimate",
+        admission_ratio: float = 0.5,
+        preemption: str = "recompute",
+        preempt_every: int = 0,
+        load_back_threshold: int = 1,
+        link_bytes_per_ms: float = 50e6,
+        high_step_ms: float = 5.0,
+        row_ms: float = 0.1,
+        token_ms: float = 0.02,
+        low_step_ms: float = 100.0,
+    ) -> MemoryConfig: ...
 
 @final
 class Scheduler:
@@ -269,6 +338,7 @@ class Scheduler:
     max_batch_tokens: prefill tokens of a step, a multiple of 64; decode rows come on top.
     max_waiting: queue limit, `QueueFull` beyond it.
     max_results: results kept for `poll` and `wait`; the oldest goes first.
+    memory: layout and tiers; None is fixed slots without a cache.
     """
 
     def __new__(
@@ -281,6 +351,7 @@ class Scheduler:
         max_waiting: int = 4096,
         max_results: int = 16384,
         policy: str = "fcfs",
+        memory: MemoryConfig | None = None,
     ) -> Scheduler: ...
     def submit(
         self,
@@ -336,6 +407,24 @@ class Scheduler:
     def closed(self) -> bool: ...
     def stats(self) -> dict[str, int]:
         """Gauges and counters, all of one instant."""
+
+    def memory_stats(self) -> dict[str, Any]:
+        """Counts of pages, tree, host tier and copies by name, all of one instant."""
+
+    def connect(self, copies: CopyQueue) -> None:
+        """Let the queue tell this scheduler how copies ended."""
+
+    def start_step(self, plan: StepPlan, copies: CopyQueue) -> StepHandle | None:
+        """Hand the copies of a plan to the queue, once; returns the gates of the step, if any.
+
+        If the queue refuses, the copies count as failed and the error is raised.
+        """
+
+    def start_stores(self, copies: CopyQueue) -> int:
+        """Hand over copies to the host that have become due; returns how many.
+
+        To be called after every plan and every commit. Those the queue refuses count as failed.
+        """
 
     def check(self) -> None:
         """Recount every invariant; raises `HeadraceError` that says what does not agree."""

@@ -13,12 +13,20 @@ from pathlib import Path
 
 import torch
 
-from headrace._core import CHUNK_ALIGN, SamplingSpec, Scheduler, SlotAllocator, StepPlan, build_plan
+from headrace._core import (
+    CHUNK_ALIGN,
+    MemoryConfig,
+    SamplingSpec,
+    Scheduler,
+    SlotAllocator,
+    StepPlan,
+    build_plan,
+)
 from headrace.backends.torch_ops import TorchBackend
-from headrace.config import EngineConfig, checks_enabled
+from headrace.config import EngineConfig, checks_enabled, preempt_every
 from headrace.errors import ConfigError, EngineClosed, InvalidRequest, PromptTooLong, UnknownRequest
-from headrace.kv.cache import KVCache, kv_layout
-from headrace.kv.formats import parse_kv_format
+from headrace.kv.cache import KVCache, check_width, kv_layout
+from headrace.kv.formats import KVLayout, parse_kv_format
 from headrace.kv.memory import available_bytes
 from headrace.kv.state import StatePool
 from headrace.loading.build import LoadedModel, load_model
@@ -32,13 +40,19 @@ from headrace.request import (
     check_request_id,
     check_token_ids,
 )
+from headrace.models.step import Gates
 from headrace.runner import ModelRunner, sampling_batch
 from headrace.sampling import SampleResult, sample
 from headrace.text.tokenizer import Tokenizer
+from headrace.tiers import HostSizes, HostTier, host_sizes
 
 # Odd, so that seed + k * this differs for all k below 2^64 (Weyl sequence).
 _SEED_STEP = 0x9E37_79B9_7F4A_7C15
 _U64 = 2**64
+# States that may wait for their copy to the host at once.
+_MAX_STAGING = 4
+# What a step may plan with for copies inside host memory, where no link is set.
+_MEMCPY_BYTES_PER_S = 5e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,15 +121,24 @@ class Engine:
             int8_rotate=config.int8_rotate,
             model_dtype=dtype,
         )
+        layout = kv_layout(loaded.config, kv_format)
+        self.paged = config.kv_layout == "paged"
+        pages, page_tokens = self._pool_shape()
+        if self.paged:
+            check_width(config.slot_widths, layout.layers)
+        state_bytes = loaded.config.state_bytes_per_slot(dtype.itemsize)
+        host = self._host_sizes(layout, state_bytes)
+        staging = min(config.max_batch_size, _MAX_STAGING) if host and host.snapshots else 0
         _check_memory(
-            kv_layout(loaded.config, kv_format).pool_bytes(config.max_batch_size, self.max_context),
-            config.max_batch_size * loaded.config.state_bytes_per_slot(dtype.itemsize),
-            available_bytes(self.device),
+            layout.pool_bytes(pages, page_tokens),
+            (config.max_batch_size + staging) * state_bytes,
+            available_bytes(self.device) - (host.nbytes if host else 0),
         )
         self.kv = KVCache(
             loaded.config,
-            pages=config.max_batch_size,
-            page_tokens=self.max_context,
+            pages=pages,
+            page_tokens=page_tokens,
+            width=config.slot_widths if self.paged else 1,
             dtype=dtype,
             device=self.device,
             kv_format=kv_format,
@@ -124,8 +147,14 @@ class Engine:
         self.state: StatePool | None = None
         if loaded.config.linear is not None:
             self.state = StatePool(
-                loaded.config, slots=config.max_batch_size, dtype=dtype, device=self.device
+                loaded.config,
+                slots=config.max_batch_size,
+                staging=staging,
+                dtype=dtype,
+                device=self.device,
             )
+        self.tier = None if host is None else self._host_tier(host)
+        self._memory = self._memory_config(layout, host, staging)
         self.slots = SlotAllocator(config.max_batch_size)
         self.runner = ModelRunner(loaded.model, self.kv, self.state)
         self.capabilities = Capabilities(
@@ -136,11 +165,75 @@ class Engine:
             dtype=str(dtype).removeprefix("torch."),
             kv_dtype=self.kv.format.label,
             deterministic=deterministic,
+            kv_layouts=(config.kv_layout,),
         )
         # Re-entrant: a garbage collection inside a forward may run `close` on the same thread.
         self._forward_lock = threading.RLock()
         self._request_count = itertools.count()
         self._closed = False
+
+    def _pool_shape(self) -> tuple[int, int]:
+        """Pages of the KV pool, and tokens of each."""
+        config = self.config
+        if not self.paged:
+            return config.max_batch_size, self.max_context
+        pages = config.num_pages
+        if pages is None:
+            pages = config.max_batch_size * -(-self.max_context // config.page_size)
+        return pages, config.page_size
+
+    def _host_sizes(self, layout: KVLayout, state_bytes: int) -> HostSizes | None:
+        config = self.config
+        if not config.host_bytes:
+            return None
+        return host_sizes(
+            config.host_bytes,
+            layout,
+            page_size=config.page_size,
+            state_bytes=state_bytes if config.prefix_cache != "off" else 0,
+            snapshot_interval=config.snapshot_interval,
+        )
+
+    def _host_tier(self, sizes: HostSizes) -> HostTier:
+        return HostTier(
+            self.model_config,
+            self.kv,
+            self.state,
+            sizes,
+            page_size=self.config.page_size,
+            timeout_s=self.config.copy_timeout_s,
+            link_bytes_per_s=self.config.link_bytes_per_s or None,
+        )
+
+    def _memory_config(
+        self, layout: KVLayout, host: HostSizes | None, staging: int
+    ) -> MemoryConfig:
+        config = self.config
+        caches = self.paged or host is not None
+        link = config.link_bytes_per_s or _MEMCPY_BYTES_PER_S
+        return MemoryConfig(
+            page_size=config.page_size,
+            num_pages=self.kv.pages if self.paged else None,
+            num_layers=layout.layers,
+            slot_widths=config.slot_widths if self.paged else 1,
+            low_pages=config.low_pages,
+            prefix_cache=caches if config.prefix_cache == "auto" else config.prefix_cache == "on",
+            write_policy=config.write_policy,
+            host_pages=0 if host is None else host.pages,
+            hybrid=self.state is not None,
+            snapshots=0 if host is None else host.snapshots,
+            staging=staging,
+            state_slots=config.max_batch_size,
+            snapshot_interval=config.snapshot_interval,
+            page_bytes=layout.bytes_per_token * config.page_size,
+            admission=config.admission,
+            admission_ratio=config.admission_ratio,
+            preemption=config.preemption,
+            preempt_every=preempt_every(),
+            load_back_threshold=config.load_back_threshold,
+            link_bytes_per_ms=link / 1e3,
+            low_step_ms=config.low_step_ms,
+        )
 
     def supports_batching(self) -> bool:
         """Whether more than one request can share a step."""
@@ -156,6 +249,7 @@ class Engine:
             max_waiting=self.config.max_waiting,
             max_results=self.config.max_results,
             policy=self.config.policy,
+            memory=self._memory,
         )
 
     def sampling_spec(self, params: SamplingParams) -> SamplingSpec:
@@ -179,18 +273,23 @@ class Engine:
             stop_token_ids=sorted({*params.stop_token_ids, *eos}),
         )
 
-    def execute(self, plan: StepPlan) -> SampleResult:
-        """Run one plan; one at a time, callers on other threads wait."""
+    def execute(self, plan: StepPlan, gates: Gates | None = None) -> SampleResult:
+        """Run one plan; one at a time, callers on other threads wait.
+
+        gates: of the copies the plan came with.
+        """
         with self._forward_lock:
             self._check_open()
-            return self.runner.execute(plan)
+            return self.runner.execute(plan, gates)
 
     def close(self) -> None:
         """Refuse further work and let the weights and pools go. Idempotent."""
         with self._forward_lock:
             if not self._closed:
                 self._closed = True
-                del self.runner, self.kv, self.state
+                if self.tier is not None:
+                    self.tier.close()
+                del self.runner, self.kv, self.state, self.tier
 
     def __enter__(self) -> "Engine":
         return self
@@ -201,9 +300,10 @@ class Engine:
     def allocate_batch_slots(self, n: int) -> None:
         """Set how many slots are in use, 1 to `max_batch_size`.
 
-        Raises `ConfigError` for another number, or if a slot that would go is taken; nothing
+        Raises `ConfigError` with pages, for another number, or if a slot that would go is taken; nothing
         changes then.
         """
+        self._check_slots()
         limit = self.config.max_batch_size
         given: object = n
         if isinstance(given, bool) or not isinstance(given, int) or not 1 <= given <= limit:
@@ -213,8 +313,10 @@ class Engine:
     def allocate_slot(self, request_id: int) -> int:
         """Give a request the smallest free slot.
 
-        Raises `DuplicateRequest` if it holds one, `OutOfPages` if none is free.
+        Raises `DuplicateRequest` if it holds one, `OutOfPages` if none is free, `ConfigError` with
+        pages: a slot has no KV of its own then.
         """
+        self._check_slots()
         return self.slots.allocate(check_request_id(request_id))
 
     def free_slot(self, request_id: int) -> None:
@@ -224,6 +326,13 @@ class Engine:
         """
         with self._forward_lock:
             self.slots.free(check_request_id(request_id))
+
+    def _check_slots(self) -> None:
+        if self.paged:
+            raise ConfigError(
+                "kv_layout='paged': the batch API drives fixed slots; use LLM or a Scheduler, or "
+                "kv_layout='slots'"
+            )
 
     def batch_prefill(
         self, requests: Sequence[BatchedRequest], *, return_logits: bool = False

@@ -220,6 +220,10 @@ class LLM:
             ids = self.tokenizer.encode(text)
         return self.loop.submit(ids, params, prompt=text, priority=priority, stream=stream)
 
+    def stats(self) -> dict[str, object]:
+        """Counts of requests, pages, cache hits by tier, preemptions and copies."""
+        return self.loop.stats()
+
 
 def _close(loop: StepLoop, engine: Engine) -> None:
     # In a forked child there is no engine thread, and the parent's is none of its business.

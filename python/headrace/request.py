@@ -307,11 +307,14 @@ class CachedTokens:
 
     device: int = 0
     host: int = 0
+    """Copied back from host memory."""
+    host_streamed: int = 0
+    """Read from host memory in every step, by a low-priority request."""
 
     @property
     def total(self) -> int:
         """Tokens from all places."""
-        return self.device + self.host
+        return self.device + self.host + self.host_streamed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,11 +5,9 @@ decides nothing: whatever a step does is in its plan.
 """
 
 import itertools
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from headrace._core import SamplingRows, StepPlan
 from headrace.kv.cache import KVCache
@@ -17,6 +15,7 @@ from headrace.kv.state import StatePool
 from headrace.kv.tables import Window
 from headrace.models.batch import ForwardBatch, PrefillSegment
 from headrace.models.decoder import DecoderModel
+from headrace.models.step import Gates
 from headrace.sampling import SampleResult, SamplingBatch, sample
 
 
@@ -28,57 +27,42 @@ class ModelRunner:
         self.kv = kv
         self.state = state
 
-    def forward(self, plan: StepPlan) -> torch.Tensor:
-        """Compute all rows, writing their KV; return float32 logits `[samples, vocab]`."""
-        with torch.inference_mode():
-            return self.model.forward(forward_batch(plan, self.kv), self.kv, self.state)
+    def forward(self, plan: StepPlan, gates: Gates | None = None) -> torch.Tensor:
+        """Compute all rows, writing their KV; return float32 logits `[samples, vocab]`.
 
-    def execute(self, plan: StepPlan) -> SampleResult:
+        gates: of the copies the plan came with.
+        """
+        with torch.inference_mode():
+            batch = forward_batch(plan, self.kv)
+            logits = self.model.forward(batch, self.kv, self.state, gates)
+            for slot, staging in plan.snapshots:
+                assert self.state is not None, "only hybrid models have snapshots"
+                self.state.copy_slot(slot, staging)
+            return logits
+
+    def execute(self, plan: StepPlan, gates: Gates | None = None) -> SampleResult:
         """Compute all rows and sample one token for each row that wants one."""
-        logits = self.forward(plan)
+        if not plan.num_rows:  # a step of copies alone
+            return SampleResult(token_ids=np.empty(0, np.int32), logprobs=[], bad_rows=[])
+        logits = self.forward(plan, gates)
         with torch.inference_mode():
             return sample(logits, sampling_batch(plan.sampling))
 
 
-class PlanTables(NamedTuple):
-    """Where the KV of a plan's rows lies.
-
-    block_tables: tables of all rows, one after the other. table_offsets: `[rows + 1]`, their
-    borders. token_pages: `[tokens]`, base of the HIGH page each token is written to. stream_k0:
-    running number of layer 0 among all streamed layers.
-    """
-
-    block_tables: NDArray[np.uint32]
-    table_offsets: NDArray[np.int64]
-    token_pages: NDArray[np.int64]
-    stream_k0: int
-
-
-def tables_of(plan: StepPlan) -> PlanTables:
-    """Tables of a plan over fixed slots: a row's slot is its only page."""
-    return PlanTables(
-        block_tables=plan.slots.astype(np.uint32),
-        table_offsets=np.arange(plan.num_rows + 1),
-        token_pages=plan.token_slots,
-        stream_k0=0,
-    )
-
-
 def forward_batch(plan: StepPlan, kv: KVCache) -> ForwardBatch:
     """Turn a plan into the model's input; the arrays are shared on a CPU, copied to a GPU."""
-    paging = tables_of(plan)
     num_decode, device = plan.num_decode, kv.device
     starts = plan.starts.tolist()
     slots = plan.slots.tolist()
     offsets = plan.token_offsets.tolist()
     tables = [
-        paging.block_tables[first:last]
-        for first, last in itertools.pairwise(paging.table_offsets.tolist())
+        plan.block_tables[first:last]
+        for first, last in itertools.pairwise(plan.table_offsets.tolist())
     ]
     return ForwardBatch(
         token_ids=torch.from_numpy(plan.token_ids).to(device),
         positions=torch.from_numpy(plan.positions).to(device),
-        token_pages=torch.from_numpy(paging.token_pages).to(device),
+        token_pages=torch.from_numpy(plan.token_pages).to(device),
         token_offsets=torch.from_numpy(plan.positions % kv.page_tokens).to(device),
         num_decode=num_decode,
         tables=tables[:num_decode],
@@ -95,7 +79,7 @@ def forward_batch(plan: StepPlan, kv: KVCache) -> ForwardBatch:
             for row in range(num_decode, plan.num_rows)
         ],
         sample_index=torch.from_numpy(plan.sample_index).to(device),
-        window=Window(paging.stream_k0, kv.width),
+        window=Window(plan.stream_k0, kv.width),
     )
 
 

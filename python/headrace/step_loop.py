@@ -94,6 +94,9 @@ class StepLoop:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.scheduler = engine.make_scheduler()
+        self._copies = None if engine.tier is None else engine.tier.queue
+        if self._copies is not None:
+            self.scheduler.connect(self._copies)
         # Re-entrant: a garbage collection on the engine thread may run `close`.
         self._lock = threading.RLock()
         self._live: dict[int, _Live] = {}
@@ -136,6 +139,15 @@ class StepLoop:
         """Ids of the requests that have not ended, in order of arrival."""
         with self._lock:
             return list(self._live)
+
+    def stats(self) -> dict[str, object]:
+        """Counts of the scheduler, its memory and its copies; each part true at one instant."""
+        return {
+            **self.scheduler.stats(),
+            "slots": self.engine.slots.stats(),
+            "memory": self.scheduler.memory_stats(),
+            "copies": None if self._copies is None else self._copies.stats(),
+        }
 
     @property
     def alive(self) -> bool:
@@ -198,7 +210,7 @@ class StepLoop:
         with self._lock:
             live = [self._live.get(request_id) for request_id in rows]
         try:
-            sampled = self.engine.execute(plan)
+            sampled = self._execute(plan)
         except Exception as error:
             # Fails the rows of this step alone. The message goes to their callers, the traceback
             # to the log.
@@ -207,6 +219,26 @@ class StepLoop:
                 self._finish(request_id)
             return
         self._commit(plan, live, sampled)
+
+    def _execute(self, plan: StepPlan) -> SampleResult:
+        if self._copies is None:
+            return self.engine.execute(plan)
+        # What a preemption parks must be under way before its pages are wanted.
+        self.scheduler.start_stores(self._copies)
+        gates = None
+        if plan.has_copies:
+            try:
+                gates = self.scheduler.start_step(plan, self._copies)
+            except HeadraceError:
+                # The rows that needed them are told at the commit, and start again.
+                _LOG.warning("the copies of a step were refused", exc_info=True)
+        try:
+            return self.engine.execute(plan, gates)
+        finally:
+            # Also when the forward failed: the queue must not wait for layers that never come.
+            if gates is not None:
+                gates.release()
+                gates.finish()
 
     def _commit(self, plan: StepPlan, live: list[_Live | None], sampled: SampleResult) -> None:
         tokens = sampled.token_ids
@@ -223,6 +255,8 @@ class StepLoop:
             if row is not None and entry is not None:
                 row.logprobs.append(entry)
         finished, accepted = self.scheduler.commit(plan, tokens, stops)
+        if self._copies is not None:
+            self.scheduler.start_stores(self._copies)
         for i, row in enumerate(live):
             if row is not None and row.stream is not None and accepted[i]:
                 self._stream(row, StreamChunk([int(tokens[i])], texts[i]))
@@ -265,6 +299,7 @@ def _output(live: _Live, result: RequestResult, tokenizer: Tokenizer | None) -> 
     token_ids = result.token_ids
     text, reason, stop_reason = _final_text(live, token_ids, result.finish_reason, tokenizer)
     submitted = result.submitted_ns
+    device, host, streamed = result.cached_tokens
 
     def since(stamp: int | None) -> float | None:
         return None if stamp is None else (stamp - submitted) * _NS
@@ -279,7 +314,7 @@ def _output(live: _Live, result: RequestResult, tokenizer: Tokenizer | None) -> 
         stop_reason=stop_reason,
         error=result.message if reason == "error" else None,
         logprobs=None if live.params.logprobs is None else live.logprobs[: len(token_ids)],
-        cached_tokens=CachedTokens(),
+        cached_tokens=CachedTokens(device=device, host=host, host_streamed=streamed),
         metrics=RequestMetrics(
             queue_s=since(result.first_planned_ns),
             ttft_s=since(result.first_token_ns),
