@@ -512,7 +512,7 @@ impl Memory {
     /// A row whose prefix another row of the step is loading depends on that load too.
     fn join_loads(&self, seq: &mut Sequence, lease: Option<&Lease>) {
         let path = self.path(lease);
-        if path.iter().any(|page| page.state == NodeState::Loading) {
+        if is_loading(&path) {
             let loads = self.step.loads.iter().map(|load| load.job);
             let others: Vec<u64> = loads.filter(|job| !seq.loads.contains(job)).collect();
             seq.loads.extend(others);
@@ -981,15 +981,15 @@ impl Memory {
             return None;
         }
         let low = seq.class == PriorityClass::Low;
-        let (resident, load) = if low {
-            (parked.prefix, 0)
-        } else {
-            usable(&self.path(lease.as_ref()))
-        };
+        if low {
+            self.demote(lease.as_ref());
+        }
+        let path = self.path(lease.as_ref());
+        let (resident, load) = if low { (parked.prefix, 0) } else { usable(&path) };
         if resident + load < parked.prefix {
             drop(lease);
             self.sweep();
-            return None;
+            return is_loading(&path).then_some(Admitted::No);
         }
         let own = seq.tail.iter().filter(|place| matches!(place, Place::Parked { .. })).count();
         let room = self.available();
@@ -1349,7 +1349,8 @@ impl Memory {
 }
 
 /// Pages at the start of a path that are on the device or about to be, and the pages after them
-/// that could be loaded.
+/// that could be loaded. None can be while a load of another request is not over: its pages come
+/// before them.
 fn usable(path: &[TreePage]) -> (usize, usize) {
     let resident = path
         .iter()
@@ -1360,9 +1361,16 @@ fn usable(path: &[TreePage]) -> (usize, usize) {
             )
         })
         .count();
+    if is_loading(path) {
+        return (resident, 0);
+    }
     let load = path[resident..]
         .iter()
         .take_while(|page| page.state == NodeState::Host)
         .count();
     (resident, load)
+}
+
+fn is_loading(path: &[TreePage]) -> bool {
+    path.iter().any(|page| page.state == NodeState::Loading)
 }

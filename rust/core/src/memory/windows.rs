@@ -11,7 +11,7 @@ use super::{Ask, Hit, Memory};
 use crate::host::HostPage;
 use crate::pages::{Owner, PageEntry};
 use crate::request::PriorityClass;
-use crate::tree::NodeState;
+use crate::tree::{Lease, NodeState};
 
 /// HIGH pages a LOW request needs at least to go on: the one it writes to, and the one after.
 const LOW_TAIL: usize = 2;
@@ -33,6 +33,7 @@ impl Memory {
             return None;
         }
         let lease = self.matched(ask.prompt, usize::MAX, seq.class);
+        self.demote(lease.as_ref());
         let path = self.path(lease.as_ref());
         let resident = path
             .iter()
@@ -106,8 +107,12 @@ impl Memory {
 
     /// Pages of the path that only LOW requests read and that are safe in host memory leave the
     /// device. To be done for all LOW requests before the first of them opens its windows.
-    pub(crate) fn demote(&mut self, seq: &mut Sequence) {
-        if let (Some(tree), Some(lease)) = (&self.tree, &seq.lease) {
+    pub(crate) fn demote_for(&mut self, seq: &Sequence) {
+        self.demote(seq.lease.as_ref());
+    }
+
+    pub(super) fn demote(&mut self, lease: Option<&Lease>) {
+        if let (Some(tree), Some(lease)) = (&self.tree, lease) {
             let freed = tree.demote(lease);
             self.free_pages(&freed, Owner::Tree);
         }

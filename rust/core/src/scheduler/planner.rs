@@ -347,7 +347,7 @@ impl State {
         }
         for key in &keys {
             if let Some(request) = self.running.get_mut(key) {
-                self.memory.demote(&mut request.seq);
+                self.memory.demote_for(&request.seq);
             }
         }
         keys.sort_by_key(|key| {

@@ -504,9 +504,15 @@ fn run(setup: Setup, ops: Vec<Op>) {
     machine.drain();
 }
 
+/// `PROPTEST_CASES`, which a longer run sets, or so many.
+fn cases(usual: u32) -> u32 {
+    let asked = std::env::var("PROPTEST_CASES").ok();
+    asked.and_then(|text| text.parse().ok()).unwrap_or(usual)
+}
+
 proptest! {
     #![proptest_config(ProptestConfig {
-        cases: 150,
+        cases: cases(150),
         max_shrink_iters: 3000,
         ..ProptestConfig::default()
     })]
