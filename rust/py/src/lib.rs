@@ -7,6 +7,7 @@ mod convert;
 mod door;
 mod error;
 mod exit;
+mod pages;
 mod plan;
 mod result;
 mod sampling;
@@ -18,6 +19,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("CHUNK_ALIGN", headrace_core::CHUNK_ALIGN)?;
     module.add_class::<slots::SlotAllocator>()?;
+    module.add_class::<pages::PageAllocator>()?;
     module.add_class::<sampling::SamplingSpec>()?;
     module.add_class::<plan::StepPlan>()?;
     module.add_class::<plan::SamplingRows>()?;
