@@ -247,6 +247,7 @@ def test_alloc_has_targets_beside_what_was_measured(capsys):
     assert cli.main(["bench", "alloc", "--repeat", "3", "-o", "json"]) == 0
     rows = {row["operation"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
     targets = {"slot_allocate_free": 200, "submit": 2_000, "plan": 50_000, "commit": None}
+    targets |= {f"page_{call}_{n}": 100 for n in (1000, 32) for call in ("alloc", "free")}
     assert {name: row["target_ns"] for name, row in rows.items()} == targets
     assert all(row["rust_ns"] > 0 and row["python_ns"] > 0 for row in rows.values())
     # A target is that of 256 rows.

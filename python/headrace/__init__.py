@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from headrace._core import Scheduler, SlotAllocator, __version__
+    from headrace._core import PageAllocator, Scheduler, SlotAllocator, __version__
     from headrace.config import EngineConfig
     from headrace.engine import Engine
     from headrace.errors import (
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         InvalidRequest,
         ModelError,
         OutOfPages,
+        PageStateError,
         PromptTooLong,
         QueueFull,
         StalePlan,
@@ -44,6 +45,8 @@ _HOME = {
     "InvalidRequest": "headrace.errors",
     "ModelError": "headrace.errors",
     "OutOfPages": "headrace.errors",
+    "PageAllocator": "headrace._core",
+    "PageStateError": "headrace.errors",
     "PromptTooLong": "headrace.errors",
     "QueueFull": "headrace.errors",
     "RequestOutput": "headrace.request",
@@ -70,6 +73,8 @@ __all__ = [
     "InvalidRequest",
     "ModelError",
     "OutOfPages",
+    "PageAllocator",
+    "PageStateError",
     "PromptTooLong",
     "QueueFull",
     "RequestOutput",

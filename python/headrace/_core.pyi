@@ -1,4 +1,4 @@
-"""The Rust core: slot table, scheduler, step plans.
+"""The Rust core: slot table, page pool, scheduler, step plans.
 
 Every method may be called from any thread and releases the GIL. All errors are classes of
 `headrace.errors`; an argument of the wrong Python type is a `TypeError`, one beyond the range of
@@ -7,6 +7,7 @@ its machine integer an `OverflowError`. In a forked child every call raises `For
 
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, final
+from typing import Any, Literal, TypeAlias, final, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ __all__ = [
     "CpuDevice",
     "HostMemory",
     "Region",
+    "PageAllocator",
     "RequestResult",
     "RequestStatus",
     "SamplingRows",
@@ -84,6 +86,151 @@ class SlotAllocator:
 
     def dump(self) -> list[tuple[int, int, int | None, int | None]]:
         """(slot, generation, request id, fence) of every slot."""
+
+    def check(self) -> None:
+        """Recount every invariant; raises `HeadraceError` that says what does not agree."""
+
+_Priority: TypeAlias = Literal["high", "low"]
+_Owner: TypeAlias = Literal["request", "tree", "copy"]
+_U32: TypeAlias = NDArray[np.uint32]
+
+@final
+class PageAllocator:
+    """Pool of KV pages: whole raw pages ("high") and windows of their layers ("low").
+
+    A logical page is named by its raw page and its start, the first layer of its window (0 for
+    high). Every call is all or nothing; it never waits, evicts or moves a page. Arrays are uint32
+    and one-dimensional; anything else is an `InvalidRequest`.
+
+    num_pages: raw pages; num_layers: layers with KV; page_size: tokens, a power of two.
+    slot_widths: layers a low page spans, so that a raw page carries `num_layers // slot_widths`
+    (at most 64) of them.
+    addressing: "flat" if kernels read the start from each block-table entry, "strict" if all low
+    pages of a row must have one start.
+    cap_high, cap_low: most raw pages a class may own; all of them, and half of them, by default.
+
+    Raises `ConfigError` that names the field, also for num_layers * num_pages > 2^31.
+    """
+
+    def __new__(
+        cls,
+        num_pages: int,
+        num_layers: int,
+        page_size: int,
+        *,
+        slot_widths: int = 2,
+        addressing: Literal["flat", "strict"] = "flat",
+        cap_high: int | None = None,
+        cap_low: int | None = None,
+    ) -> PageAllocator: ...
+    @overload
+    def alloc(
+        self,
+        n: int,
+        priority: _Priority,
+        preferred_start: int | None = None,
+        return_slot_starts: Literal[True] = True,
+    ) -> tuple[_U32, _U32]:
+        """Take n pages for a request; returns pages and slot_starts, `[n]` each.
+
+        preferred_start: start of the request's first low page; None takes the start with most
+        slots. With return_slot_starts=False ("high" only) pages alone are returned.
+
+        Raises `OutOfPages` with `needed` and `free` (what this call could have got), or
+        `InvalidRequest` for a start the class does not have.
+        """
+
+    @overload
+    def alloc(
+        self,
+        n: int,
+        priority: _Priority,
+        preferred_start: int | None = None,
+        *,
+        return_slot_starts: Literal[False],
+    ) -> _U32: ...
+    def alloc_many(
+        self, items: Sequence[tuple[int, int | None]], priority: _Priority
+    ) -> list[tuple[_U32, _U32]]:
+        """`alloc` for the (n, preferred_start) of each request of a batch, all or nothing.
+
+        They share the slots of the raw pages that the call opens. `OutOfPages` carries `item`.
+        """
+
+    def alloc_traced(
+        self, items: Sequence[tuple[int, int | None]], priority: _Priority
+    ) -> list[tuple[_U32, _U32, NDArray[np.uint8]]]:
+        """`alloc_many` that also returns the rule, 1 to 5, that chose each page; for tests.
+
+        1: partial slot with the home start; 2: fresh slot with it; 3: raw page opened; 4: any
+        partial slot; 5: any fresh slot.
+        """
+
+    def free(
+        self, pages: _U32, slot_starts: _U32, epoch: int = 0, *, owner: _Owner = "request"
+    ) -> None:
+        """Take pages from their owner.
+
+        They can be handed out again once step `epoch` has retired and nobody has them pinned.
+        Raises `PageStateError` for the first that is not live, not the owner's or listed twice.
+        """
+
+    def transfer(
+        self, pages: _U32, slot_starts: _U32, from_owner: _Owner, to_owner: _Owner
+    ) -> None:
+        """Hand pages to another owner; raises as `free`, and for a pinned page."""
+
+    def pin(self, pages: _U32, slot_starts: _U32) -> None:
+        """One more copy job reads these live pages. Raises `PageStateError`."""
+
+    def unpin(self, pages: _U32, slot_starts: _U32) -> None:
+        """Undo a `pin`; the last one of a freed page lets it go. Raises `PageStateError`."""
+
+    def retire(self, epoch: int) -> None:
+        """Step `epoch` and all before it touch no page any more."""
+
+    def set_cap(self, priority: _Priority, cap: int) -> None:
+        """Change how many raw pages a class may own; takes none away. Raises `ConfigError`."""
+
+    def reclaim_plan(self, k: int) -> _U32:
+        """Low raw pages to empty so that k become free, `[k]`; changes nothing.
+
+        Fewest live slots first, none that a copy job holds or reads. Raises `OutOfPages`.
+        """
+
+    def available(self, priority: _Priority) -> int:
+        """Pages one call could get now; under "strict" at the best start."""
+
+    def encode(self, pages: _U32, slot_starts: _U32, priority: _Priority) -> _U32:
+        """Block-table entries: page + start * num_pages, bit 31 set for low.
+
+        Raises `PageStateError` for a slot that the class does not have.
+        """
+
+    def decode(self, entries: _U32) -> tuple[_U32, _U32, NDArray[np.bool_]]:
+        """Pages, slot_starts and is_low of block-table entries; raises as `encode`."""
+
+    def stats(self) -> dict[str, Any]:
+        """Counts of one instant.
+
+        `num_pages`, `free` (raw pages), `pinned` (slots), `waste_layers` (of a raw page used as
+        low), `retired`, and for `high` and `low` a dict of `cap`, `used` (raw pages), `request`,
+        `tree`, `copy`, `pending`, `partial` (slots).
+        """
+
+    def dump(self) -> dict[str, Any]:
+        """The whole state, canonical and JSON-able; allocators are equal iff their dumps are.
+
+        `free`: ranges [first, end). `pages`: [page, class, live starts, [[start, epoch] pending],
+        owners of the live ones, [[start, pins]]], by page.
+        """
+
+    @staticmethod
+    def restore(dump: dict[str, Any]) -> PageAllocator:
+        """An allocator with the state of a dump. Raises `ConfigError` if it is not one."""
+
+    def digest(self) -> int:
+        """64 bits of the whole state, the same in every process."""
 
     def check(self) -> None:
         """Recount every invariant; raises `HeadraceError` that says what does not agree."""
@@ -609,4 +756,7 @@ class StepHandle:
         """Release every buffer without waiting."""
 
 def bench_core(*, rows: int = 256, repeat: int = 101) -> dict[str, int]:
-    """Median nanoseconds of slot_allocate_free, submit, plan and commit (`rows` decode rows)."""
+    """Median nanoseconds of slot_allocate_free, submit, plan and commit (`rows` decode rows).
+
+    And, a page, of page_alloc_n and page_free_n in calls of n pages.
+    """

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -11,13 +12,28 @@ from headrace.bench.output import Report
 from headrace.bench.stats import median
 from headrace.errors import ConfigError
 
-# Most nanoseconds of an operation inside Rust; the plan is that of 256 decode rows.
-TARGET_NS = {"slot_allocate_free": 200, "submit": 2_000, "plan": 50_000}
+# Most nanoseconds of an operation inside Rust; the plan is that of 256 decode rows, pages are
+# counted one by one.
+TARGET_NS = {
+    "slot_allocate_free": 200,
+    "submit": 2_000,
+    "plan": 50_000,
+    "page_alloc_1000": 100,
+    "page_free_1000": 100,
+    "page_alloc_32": 100,
+    "page_free_32": 100,
+}
 TARGET_ROWS = 256
 MAX_ROWS = 2**20
 
 _PAIRS = 1_000
 _PROMPT = 64
+
+# The pool of the page targets: 90 % full after random frees.
+_POOL_PAGES = 65_536
+_POOL_LAYERS = 36
+_POOL_WIDTH = 2
+_PAGE_CALLS = (1_000, 32)
 
 
 def bench_alloc(*, rows: int = TARGET_ROWS, repeat: int = 101) -> Report:
@@ -29,7 +45,11 @@ def bench_alloc(*, rows: int = TARGET_ROWS, repeat: int = 101) -> Report:
     if rows > MAX_ROWS:
         raise ConfigError(f"rows={rows}: accepted is 1 to {MAX_ROWS:,}, the largest slot table")
     inside = _core.bench_core(rows=rows, repeat=repeat)
-    from_python = {"slot_allocate_free": _slot_pair_ns(repeat), **_step_ns(rows, repeat)}
+    from_python = {
+        "slot_allocate_free": _slot_pair_ns(repeat),
+        **_step_ns(rows, repeat),
+        **_page_ns(repeat),
+    }
     targets = TARGET_NS if rows == TARGET_ROWS else {}
     table: list[dict[str, Value]] = [
         {
@@ -81,6 +101,33 @@ def _step_ns(rows: int, repeat: int) -> dict[str, float | None]:
     scheduler.close()
     # The first step is the prefill.
     return {"submit": median(submit), "plan": median(plan_ns[1:]), "commit": median(commit_ns[1:])}
+
+
+def _page_ns(repeat: int) -> dict[str, float | None]:
+    """Alloc and free, a page, in calls of each of `_PAGE_CALLS`; the frees are random."""
+    pool = _core.PageAllocator(
+        _POOL_PAGES, _POOL_LAYERS, 64, slot_widths=_POOL_WIDTH, cap_low=_POOL_PAGES
+    )
+    rng = np.random.default_rng(1)
+    held = np.stack(pool.alloc(pool.available("low"), "low"))
+    rng.shuffle(held, axis=1)
+    tenth = held.shape[1] // 10
+    pool.free(*held[:, :tenth])
+    held = held[:, tenth:]
+    times: dict[str, float | None] = {}
+    for n in _PAGE_CALLS:
+        alloc_ns, free_ns = [], []
+        for _ in range(repeat):
+            home = _POOL_WIDTH * int(rng.integers(_POOL_LAYERS // _POOL_WIDTH))
+            start = time.perf_counter_ns()
+            got = pool.alloc(n, "low", home)
+            alloc_ns.append((time.perf_counter_ns() - start) / n)
+            gone = rng.choice(held.shape[1], n, replace=False)
+            pages, starts = held[:, gone]
+            free_ns.append(_timed(partial(pool.free, pages, starts)) / n)
+            held[:, gone] = got
+        times |= {f"page_alloc_{n}": median(alloc_ns), f"page_free_{n}": median(free_ns)}
+    return times
 
 
 def _timed(call: Callable[[], object]) -> int:

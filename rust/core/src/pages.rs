@@ -209,9 +209,16 @@ impl PageAllocator {
         self.table.lock().available(class)
     }
 
-    /// The entry of a slot. Fails with `PageState` if the class has no such slot.
-    pub fn entry(&self, raw: u32, start: u32, class: PriorityClass) -> Result<PageEntry> {
-        self.config.entry(raw, start, class, 0)
+    /// The entry of a slot. Fails with `PageState` if the class has no such slot; `index` is its
+    /// position in the caller's list, for the error.
+    pub fn entry(
+        &self,
+        index: usize,
+        raw: u32,
+        start: u32,
+        class: PriorityClass,
+    ) -> Result<PageEntry> {
+        self.config.entry(index, raw, start, class)
     }
 
     /// Entries of the slots (`pages[k]`, `starts[k]`), by the class that owns each raw page now.

@@ -12,7 +12,17 @@ use crate::door::{Door, Home};
 
 const PROMPT: usize = 64;
 
-/// Nanoseconds a call of each operation, the median of `repeat` runs.
+/// The page pool of the design's goals: `POOL_PAGES` raw pages of 36 layers, LOW pages of 2.
+const POOL_PAGES: u32 = 65_536;
+const POOL_LAYERS: u32 = 36;
+const POOL_WIDTH: u32 = 2;
+/// Pages of a call.
+const CALLS: [(usize, &str, &str); 2] = [
+    (1_000, "page_alloc_1000", "page_free_1000"),
+    (32, "page_alloc_32", "page_free_32"),
+];
+
+/// Nanoseconds a call of each operation, of the page pool a page; the median of `repeat` runs.
 #[pyfunction]
 #[pyo3(signature = (*, rows=256, repeat=101))]
 pub(crate) fn bench_core(py: Python<'_>, rows: u32, repeat: usize) -> PyResult<Bound<'_, PyDict>> {
@@ -72,12 +82,70 @@ fn run(rows: u32, repeat: usize) -> core::Result<Times> {
     for _ in 0..repeat {
         step(&scheduler, &mut plan, &mut commit)?;
     }
-    Ok(vec![
+    let mut times = vec![
         ("slot_allocate_free", slot_pair),
         ("submit", vec![submit]),
         ("plan", plan),
         ("commit", commit),
-    ])
+    ];
+    pages(repeat, &mut times)?;
+    Ok(times)
+}
+
+/// Alloc and free, a page, in a pool that is 90 % full after random frees.
+fn pages(repeat: usize, times: &mut Times) -> core::Result<()> {
+    let low = core::PriorityClass::Low;
+    let pool = core::PageAllocator::new(core::PageConfig {
+        num_pages: POOL_PAGES,
+        num_layers: POOL_LAYERS,
+        page_size: 64,
+        slot_widths: POOL_WIDTH,
+        addressing: core::Addressing::Flat,
+        cap_high: None,
+        cap_low: Some(POOL_PAGES),
+    })?;
+    let mut held = pool.alloc(pool.available(low), low, None)?;
+    let mut random = Random(1);
+    let tenth = random.take(&mut held, |all| all / 10);
+    pool.free(&tenth, core::Owner::Request, core::Epoch(0))?;
+    for (n, alloc_name, free_name) in CALLS {
+        let (mut alloc, mut free) = (Vec::new(), Vec::new());
+        for _ in 0..repeat {
+            let start = random.below((POOL_LAYERS / POOL_WIDTH) as usize);
+            let home = u32::try_from(start).ok().map(|start| start * POOL_WIDTH);
+            let begin = monotonic_ns();
+            let got = pool.alloc(n, low, home)?;
+            alloc.push((monotonic_ns() - begin) / n as u64);
+            held.extend(got);
+            let gone = random.take(&mut held, |_| n);
+            free.push(timed(n as u64, || {
+                pool.free(&gone, core::Owner::Request, core::Epoch(0))
+            })?);
+        }
+        times.push((alloc_name, alloc));
+        times.push((free_name, free));
+    }
+    Ok(())
+}
+
+/// xorshift64.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, n: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        usize::try_from(self.0 >> 8).unwrap_or(0) % n.max(1)
+    }
+
+    fn take<T>(&mut self, from: &mut Vec<T>, n: impl Fn(usize) -> usize) -> Vec<T> {
+        let mut random = |len| self.below(len);
+        let n = n(from.len());
+        (0..n)
+            .map(|_| from.swap_remove(random(from.len())))
+            .collect()
+    }
 }
 
 fn step(

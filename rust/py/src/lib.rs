@@ -9,6 +9,7 @@ mod door;
 mod error;
 mod exit;
 mod memory;
+mod pages;
 mod plan;
 mod region;
 mod result;
@@ -22,6 +23,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("CHUNK_ALIGN", headrace_core::CHUNK_ALIGN)?;
     module.add_class::<slots::SlotAllocator>()?;
+    module.add_class::<pages::PageAllocator>()?;
     module.add_class::<sampling::SamplingSpec>()?;
     module.add_class::<plan::StepPlan>()?;
     module.add_class::<plan::SamplingRows>()?;

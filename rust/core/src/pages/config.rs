@@ -94,10 +94,10 @@ impl PageConfig {
     /// `index` is the position of the slot in the call, for the error.
     pub(crate) fn entry(
         &self,
+        index: usize,
         raw: u32,
         start: u32,
         class: PriorityClass,
-        index: usize,
     ) -> Result<PageEntry> {
         let fault = if raw >= self.num_pages {
             "the pool has no such raw page"

@@ -387,7 +387,7 @@ impl Table {
                 } else {
                     PriorityClass::Low
                 });
-                self.config.entry(raw, start, class, index)
+                self.config.entry(index, raw, start, class)
             })
             .collect()
     }

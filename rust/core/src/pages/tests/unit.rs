@@ -227,7 +227,7 @@ fn pag_11_emptying_the_pages_of_a_plan_lets_high_in() {
     let got = pages.alloc(16, Low, None).unwrap();
     // Slots left: page 0 two, page 1 one, page 2 one held by a copy job, page 3 one pinned.
     let keep = [(0, 0), (0, 4), (1, 2), (2, 2), (3, 6)];
-    let entry = |(raw, start)| pages.entry(raw, start, Low).unwrap();
+    let entry = |(raw, start)| pages.entry(0, raw, start, Low).unwrap();
     let gone = got.iter().filter(|e| !keep.map(entry).contains(e));
     free(&pages, &gone.copied().collect::<Vec<_>>());
     pages
@@ -356,7 +356,7 @@ fn int_03_entries_are_a_bijection_below_the_flag() {
             };
             for raw in 0..num_pages {
                 for start in (0..starts).map(|at| at * width) {
-                    let entry = pages.entry(raw, start, class).unwrap();
+                    let entry = pages.entry(0, raw, start, class).unwrap();
                     assert_eq!(entry.base(), raw + start * num_pages);
                     assert_eq!((entry.raw(num_pages), entry.start(num_pages)), (raw, start));
                     assert_eq!(entry.class(), class);
@@ -367,11 +367,11 @@ fn int_03_entries_are_a_bijection_below_the_flag() {
         }
     }
     let last = pool(1 << 16, 1 << 15, 1 << 10);
-    let entry = last.entry((1 << 16) - 1, 31 << 10, Low).unwrap();
+    let entry = last.entry(0, (1 << 16) - 1, 31 << 10, Low).unwrap();
     assert_eq!(u64::from(entry.base()), (1 << 16) - 1 + ((31 << 10) << 16));
     let faults = [(1 << 16, 0), (0, 1), (0, 1 << 15), (u32::MAX, u32::MAX)];
     for (raw, start) in faults {
-        assert!(last.entry(raw, start, Low).is_err());
+        assert!(last.entry(0, raw, start, Low).is_err());
     }
 }
 
@@ -538,10 +538,10 @@ fn digests_differ_with_the_state_and_agree_with_the_dump() {
         |p| p.retire(Epoch(5)),
         |p| p.set_cap(High, 7).unwrap(),
         |p| p.set_cap(Low, 7).unwrap(),
-        |p| p.pin(&[p.entry(0, 0, Low).unwrap()]).unwrap(),
-        |p| p.unpin(&[p.entry(0, 0, Low).unwrap()]).unwrap(),
+        |p| p.pin(&[p.entry(0, 0, 0, Low).unwrap()]).unwrap(),
+        |p| p.unpin(&[p.entry(0, 0, 0, Low).unwrap()]).unwrap(),
         |p| {
-            let copy = [p.entry(3, 0, Low).unwrap()];
+            let copy = [p.entry(0, 3, 0, Low).unwrap()];
             p.transfer(&copy, Owner::Copy, Owner::Tree).unwrap();
         },
     ];
