@@ -6,6 +6,9 @@
 use super::*;
 use PriorityClass::{High, Low};
 
+mod machine;
+mod model;
+
 const NS: Namespace = Namespace(1);
 const ALL: usize = usize::MAX;
 

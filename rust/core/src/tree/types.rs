@@ -68,20 +68,33 @@ impl Default for TreeConfig {
     }
 }
 
-/// Multiplier of [`page_hash`]: the 128-bit constant of PCG (O'Neill 2014), odd and well mixed.
-const HASH_FACTOR: u128 = 0x2360_ED05_1FC6_5DA4_4385_DF64_9FCC_F645;
-const HASH_SEED: u128 = 0x6865_6164_7261_6365_2D74_7265_652D_7631;
+/// Multiplier of [`page_hash`]: the golden ratio, odd.
+const HASH_FACTOR: u64 = 0x9E37_79B9_7F4A_7C15;
+const HASH_SEEDS: [u64; 4] = [
+    0x6865_6164_7261_6365,
+    0x7072_6566_6978_7472,
+    0x6565_7061_6765_6861,
+    0x7368_7665_7273_6931,
+];
 
-/// Fixed-seed hash of tokens: the same in every process.
+/// Fixed-seed hash of tokens: the same in every process. Four lanes, so that the multiplications
+/// overlap.
 pub fn page_hash(tokens: &[u32]) -> u128 {
-    tokens.chunks(4).fold(HASH_SEED, |hash, four| {
-        let word = four
-            .iter()
-            .rev()
-            .fold(0, |word, &token| word << 32 | u128::from(token));
-        let mixed = (hash ^ word).wrapping_mul(HASH_FACTOR);
-        mixed ^ (mixed >> 67)
-    })
+    let mix = |lane: u64, word: u64| (lane ^ word).wrapping_mul(HASH_FACTOR).rotate_left(29);
+    let mut lanes = HASH_SEEDS;
+    let chunks = tokens.chunks_exact(8);
+    for (index, &token) in chunks.remainder().iter().enumerate() {
+        lanes[index % 4] = mix(lanes[index % 4], u64::from(token));
+    }
+    for chunk in chunks {
+        for (lane, pair) in lanes.iter_mut().zip(chunk.chunks_exact(2)) {
+            *lane = mix(*lane, u64::from(pair[0]) << 32 | u64::from(pair[1]));
+        }
+    }
+    let fold = |a, b| mix(mix(mix(a, b), b >> 32), a);
+    let high = fold(fold(lanes[0], lanes[1]), fold(lanes[2], lanes[3]));
+    let low = fold(fold(lanes[2], lanes[0]), fold(lanes[1], lanes[3]));
+    u128::from(high) << 64 | u128::from(low)
 }
 
 /// Place of one page of tokens.
