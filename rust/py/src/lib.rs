@@ -12,6 +12,7 @@ mod result;
 mod sampling;
 mod scheduler;
 mod slots;
+mod tree;
 
 #[pymodule]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -24,6 +25,10 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<result::RequestResult>()?;
     module.add_class::<result::RequestStatus>()?;
     module.add_class::<scheduler::Scheduler>()?;
+    module.add_class::<tree::HostPages>()?;
+    module.add_class::<tree::PrefixTree>()?;
+    module.add_class::<tree::Lease>()?;
+    module.add_class::<tree::StoreWant>()?;
     module.add_function(wrap_pyfunction!(plan::build_plan, module)?)?;
     module.add_function(wrap_pyfunction!(plan::decode_width, module)?)?;
     module.add_function(wrap_pyfunction!(bench::bench_core, module)?)?;

@@ -154,58 +154,71 @@ pub struct StoreWant {
     pub priority: PriorityClass,
 }
 
-/// Counters since construction, then sizes of now.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-#[expect(
-    missing_docs,
-    reason = "the names say it: what is counted, and in which unit"
-)]
-pub struct TreeStats {
-    pub lookups: u64,
-    pub lookup_tokens: u64,
-    pub hit_device_tokens: u64,
-    pub hit_host_tokens: u64,
+/// Declares the counters once, as fields and as rows for users.
+macro_rules! counters {
+    ($($(#[$doc:meta])* $name:ident: $unit:ty,)*) => {
+        /// Counters since construction, then sizes of now.
+        #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+        #[expect(missing_docs, reason = "the names say it: what is counted, and in which unit")]
+        pub struct TreeStats {
+            $($(#[$doc])* pub $name: $unit,)*
+        }
+
+        impl TreeStats {
+            /// Every counter with its name.
+            pub fn rows(&self) -> Vec<(&'static str, u64)> {
+                vec![$((stringify!($name), self.$name as u64),)*]
+            }
+        }
+    };
+}
+
+counters! {
+    lookups: u64,
+    lookup_tokens: u64,
+    hit_device_tokens: u64,
+    hit_host_tokens: u64,
     /// KV that a hybrid model could not use for want of a snapshot.
-    pub lost_no_snapshot_tokens: u64,
-    pub inserted_pages: u64,
-    pub inserted_host_pages: u64,
-    pub duplicate_pages: u64,
-    pub demoted_pages: u64,
+    lost_no_snapshot_tokens: u64,
+    inserted_pages: u64,
+    inserted_host_pages: u64,
+    duplicate_pages: u64,
+    demoted_pages: u64,
     /// Host copies dropped of pages that stay on device.
-    pub reclaimed_host_pages: u64,
+    reclaimed_host_pages: u64,
     /// Pages dropped whose only copy was on host.
-    pub evicted_host_pages: u64,
+    evicted_host_pages: u64,
     /// Pages of removed nodes, whatever the reason.
-    pub removed_pages: u64,
-    pub splits: u64,
-    pub loads: u64,
-    pub loaded_pages: u64,
-    pub load_failed_pages: u64,
-    pub stores: u64,
-    pub stored_pages: u64,
-    pub store_failed_pages: u64,
+    removed_pages: u64,
+    splits: u64,
+    loads: u64,
+    loaded_pages: u64,
+    load_failed_pages: u64,
+    stores: u64,
+    stored_pages: u64,
+    store_failed_pages: u64,
     /// Tokens not stored because the host was full.
-    pub host_full_tokens: u64,
-    pub snapshots_taken: u64,
-    pub snapshots_failed: u64,
-    pub evicted_snapshots: u64,
+    host_full_tokens: u64,
+    snapshots_taken: u64,
+    snapshots_failed: u64,
+    evicted_snapshots: u64,
     /// Snapshots asked of `evict_snapshot` that it could not give.
-    pub snapshots_short: u64,
-    pub nodes: usize,
-    pub leases: usize,
-    pub jobs: usize,
-    pub queued_stores: usize,
-    pub full_pages: usize,
-    pub low_pages: usize,
-    pub host_only_pages: usize,
-    pub loading_pages: usize,
-    pub backing_pages: usize,
+    snapshots_short: u64,
+    nodes: usize,
+    leases: usize,
+    jobs: usize,
+    queued_stores: usize,
+    full_pages: usize,
+    low_pages: usize,
+    host_only_pages: usize,
+    loading_pages: usize,
+    backing_pages: usize,
     /// Complete host copies.
-    pub host_pages: usize,
-    pub host_pending_pages: usize,
-    pub evictable_device: usize,
-    pub evictable_host: usize,
-    pub coming_pages: usize,
-    pub snapshots: usize,
-    pub evictable_snapshots: usize,
+    host_pages: usize,
+    host_pending_pages: usize,
+    evictable_device: usize,
+    evictable_host: usize,
+    coming_pages: usize,
+    snapshots: usize,
+    evictable_snapshots: usize,
 }

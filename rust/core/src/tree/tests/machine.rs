@@ -99,7 +99,7 @@ fn pick<T: Copy + Ord>(set: impl IntoIterator<Item = T>, by: u32) -> Option<T> {
 }
 
 fn class(by: u32) -> PriorityClass {
-    if by % 3 == 0 { Low } else { High }
+    if by.is_multiple_of(3) { Low } else { High }
 }
 
 /// Up to `n` members of a pool.
@@ -253,8 +253,8 @@ impl Pair {
     }
 
     fn evict_host(&mut self, [n, ..]: [u32; 3]) {
-        let expected = self.model.evict_host(n as usize % 6);
         let evicted = self.tree.evict_host(n as usize % 6);
+        let expected = self.model.evict_host(n as usize % 6, &evicted);
         expected.assert_eq(&evicted);
         self.free(&expected);
     }

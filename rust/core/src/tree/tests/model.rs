@@ -433,7 +433,10 @@ impl Model {
         out
     }
 
-    pub(super) fn evict_host(&mut self, n: usize) -> Given {
+    /// Where host copies have holes (`WriteBack`), two pages of one path may have equal keys; node
+    /// ids, which do not exist here, decide between them, so `given` may say which it was.
+    pub(super) fn evict_host(&mut self, n: usize, given: &Evicted) -> Given {
+        let given = Given::of(given);
         let mut out = Given::default();
         for _ in 0..n {
             let frontier = self.pages.iter().filter(|(path, page)| {
@@ -444,13 +447,9 @@ impl Model {
             });
             let order = frontier.map(|(path, page)| {
                 let only = page.state == NodeState::Host;
-                (
-                    self.useful(path),
-                    only,
-                    page.priority == High,
-                    page.tick,
-                    path,
-                )
+                let class = page.priority == High;
+                let other = page.host.is_some_and(|page| !given.host.contains(&page.0));
+                (self.useful(path), only, class, page.tick, other, path)
             });
             let Some((_, only, .., at)) = order.min() else {
                 break;
