@@ -248,8 +248,13 @@ def test_alloc_has_targets_beside_what_was_measured(capsys):
     rows = {row["operation"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
     targets = {"slot_allocate_free": 200, "submit": 2_000, "plan": 50_000, "commit": None}
     targets |= {f"page_{call}_{n}": 100 for n in (1000, 32) for call in ("alloc", "free")}
+    targets |= {"tree_match_32k": 100_000, "tree_insert": 2_000}
+    targets |= {"tree_evict_1k": 5_000, "tree_evict_100k": 5_000}
     assert {name: row["target_ns"] for name, row in rows.items()} == targets
-    assert all(row["rust_ns"] > 0 and row["python_ns"] > 0 for row in rows.values())
+    assert all(row["rust_ns"] > 0 for row in rows.values())
+    from_rust_only = rows.pop("tree_evict_100k")
+    assert from_rust_only["python_ns"] is None
+    assert all(row["python_ns"] > 0 for row in rows.values())
     # A target is that of 256 rows.
     assert cli.main(["bench", "alloc", "--rows", "8", "--repeat", "3", "-o", "json"]) == 0
     assert all(row["target_ns"] is None for row in json.loads(capsys.readouterr().out)["rows"])

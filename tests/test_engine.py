@@ -51,10 +51,10 @@ def break_forward(llm, when):
     """Make the forward raise for plans that `when` selects."""
     forward = llm.engine.runner.forward
 
-    def broken(plan):
+    def broken(plan, gates=None):
         if when(plan):
             raise RuntimeError("boom")
-        return forward(plan)
+        return forward(plan, gates)
 
     llm.engine.runner.forward = broken
 
@@ -83,7 +83,7 @@ def test_a_failing_step_leaves_waiting_requests_alone(llm):
     gate = threading.Event()
     forward = llm.engine.runner.forward
 
-    def fail_once(plan):
+    def fail_once(plan, gates=None):
         gate.wait(10)
         llm.engine.runner.forward = forward
         raise RuntimeError("boom")
@@ -110,8 +110,8 @@ def test_logits_that_are_not_finite_fail_only_their_row(llm):
     clean = llm.generate([[i, 9] for i in range(3)], SHORT)
     forward = llm.engine.runner.forward
 
-    def poisoned(plan):
-        logits = forward(plan).clone()
+    def poisoned(plan, gates=None):
+        logits = forward(plan, gates).clone()
         rows = plan.request_ids[plan.sample_rows].tolist()
         for row, request in enumerate(rows):
             if request == victim and plan.num_decode:
@@ -262,10 +262,10 @@ def test_close_ends_waiting_and_running_requests(model_dir):
     llm = LLM(model_dir, max_batch_size=2, max_context=CONTEXT)
     forward, started, gate = llm.engine.runner.forward, threading.Event(), threading.Event()
 
-    def slow(plan):
+    def slow(plan, gates=None):
         started.set()
         gate.wait(10)
-        return forward(plan)
+        return forward(plan, gates)
 
     llm.engine.runner.forward = slow
     handles = [llm.loop.submit([1, 2], FOREVER) for _ in range(6)]
@@ -330,10 +330,10 @@ def test_submit_does_not_wait_for_a_forward(llm):
     forward = llm.engine.runner.forward
     started, release = threading.Event(), threading.Event()
 
-    def slow(plan):
+    def slow(plan, gates=None):
         started.set()
         release.wait(10)
-        return forward(plan)
+        return forward(plan, gates)
 
     llm.engine.runner.forward = slow
     first = llm.loop.submit([1], SHORT)
@@ -364,9 +364,9 @@ def test_one_forward_a_step_with_all_rows(llm):
     plans = []
     forward = llm.engine.runner.forward
 
-    def counted(plan):
+    def counted(plan, gates=None):
         plans.append((plan.num_decode, plan.num_rows))
-        return forward(plan)
+        return forward(plan, gates)
 
     llm.engine.runner.forward = counted
     llm.generate([[i] for i in range(4)], SamplingParams(max_tokens=10, ignore_eos=True))
@@ -454,7 +454,7 @@ class TestBatchApi:
             engine.allocate_slot(request.request_id)
         forward = engine.runner.forward
 
-        def broken(plan):
+        def broken(plan, gates=None):
             raise MemoryError("no more")
 
         engine.runner.forward = broken

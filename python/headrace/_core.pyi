@@ -1,4 +1,4 @@
-"""The Rust core: slot table, page pool, scheduler, step plans.
+"""The Rust core: slots, pages, prefix tree, copies, scheduler, step plans.
 
 Every method may be called from any thread and releases the GIL. All errors are classes of
 `headrace.errors`; an argument of the wrong Python type is a `TypeError`, one beyond the range of
@@ -6,8 +6,7 @@ its machine integer an `OverflowError`. In a forked child every call raises `For
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias, final
-from typing import Any, Literal, TypeAlias, final, overload
+from typing import Any, Literal, TypeAlias, TypedDict, final, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +20,12 @@ __all__ = [
     "CopyTicket",
     "CpuDevice",
     "HostMemory",
-    "Region",
+    "HostPages",
+    "Lease",
+    "MemoryConfig",
     "PageAllocator",
+    "PrefixTree",
+    "Region",
     "RequestResult",
     "RequestStatus",
     "SamplingRows",
@@ -31,6 +34,7 @@ __all__ = [
     "SlotAllocator",
     "StepHandle",
     "StepPlan",
+    "StoreWant",
     "__version__",
     "bench_core",
     "build_plan",
@@ -754,9 +758,253 @@ class StepHandle:
 
     def release(self) -> None:
         """Release every buffer without waiting."""
+_Class: TypeAlias = Literal["high", "low"]
+_NodeState: TypeAlias = Literal["full", "low", "host", "loading", "backing"]
+_WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back", "none"]
+
+class _Evicted(TypedDict):
+    """What the tree gave up; `coming` device pages follow as garbage once they are stored."""
+
+    device: list[int]
+    host: list[int]
+    snapshots: list[int]
+    coming: int
+
+class _Node(TypedDict):
+    """A node: tokens `start` and on; `locks` of HIGH leases, LOW leases, jobs, LOW windows."""
+
+    namespace: int
+    start: int
+    tokens: list[int]
+    state: _NodeState
+    device: list[int]
+    host: list[int]
+    priority: _Class
+    tick: int
+    locks: list[int]
+    leaving: bool
+    snapshot: int | None
+
+@final
+class HostPages:
+    """Free pages of the host pool. `total` pages, at most 2^31; otherwise `ConfigError`."""
+
+    def __new__(cls, total: int) -> HostPages: ...
+    def alloc(self, n: int) -> list[int] | None:
+        """`n` pages, ascending, or None if fewer are free.
+
+        The first run of consecutive pages that is long enough; without one the smallest ids.
+        """
+
+    def free(self, pages: Sequence[int]) -> None:
+        """Give pages back.
+
+        Raises `PageStateError` with `page` for one that is free, listed twice or not of the pool;
+        nothing changes then.
+        """
+
+    def free_count(self) -> int:
+        """Pages nobody holds."""
+
+    def total(self) -> int:
+        """All pages."""
+
+    def dump(self) -> list[tuple[int, int]]:
+        """(first page, length) of every free run, ascending."""
+
+    def check(self) -> None:
+        """Recount; raises `HeadraceError` that says what does not agree."""
+
+@final
+class Lease:
+    """A locked match of a `PrefixTree`. Dropping the object releases it too.
+
+    Every method raises `LeaseReleased` once it was released.
+    """
+
+    def release(self) -> None:
+        """Unlock the path. A second time raises `LeaseReleased`."""
+
+    def device_len(self) -> int:
+        """Tokens on device, from the start."""
+
+    def host_len(self) -> int:
+        """Tokens after these that are on host, LOW pages or being loaded."""
+
+    def snapshot(self) -> tuple[int, int] | None:
+        """(position, slot) of the snapshot the match resumes from."""
+
+@final
+class StoreWant:
+    """A node to be copied to host, locked until `begin_store` or `drop_store`."""
+
+    @property
+    def pages(self) -> list[int]:
+        """Its device pages, in path order."""
+
+@final
+class PrefixTree:
+    """Which KV pages, on device and host, hold which tokens; it decides and never copies.
+
+    `page_size` is a power of two; `hits` belongs to `write_through_selective`. `colliding_hash`
+    gives every page the same hash, for tests. Bad values raise `ConfigError`. Calls with a lease
+    of another tree raise `InvalidRequest`, with a released one `LeaseReleased`.
+    """
+
+    def __new__(
+        cls,
+        page_size: int = 64,
+        *,
+        snapshots: bool = False,
+        device_tier: bool = True,
+        policy: _WritePolicy = "write_through",
+        hits: int = 2,
+        colliding_hash: bool = False,
+    ) -> PrefixTree: ...
+    def match_prefix(
+        self, namespace: int, tokens: _Tokens, limit: int | None = None, reader: _Class = "high"
+    ) -> Lease:
+        """Lock the longest usable match.
+
+        A multiple of max(page size, 64), at most `limit`, leaving one token to compute; cut to
+        the deepest snapshot if the tree has snapshots.
+        """
+
+    def peek(self, namespace: int, tokens: _Tokens, limit: int | None = None) -> tuple[int, int]:
+        """Tokens (on device, on host) a match would find; no effect."""
+
+    def shorten(self, lease: Lease, len: int) -> None:
+        """Give up the end of a lease so that at most `len` tokens are left."""
+
+    def pages(self, lease: Lease) -> list[tuple[_NodeState, int | None, int | None]]:
+        """(state, block-table entry, complete host copy) of every page, root first."""
+
+    def insert(
+        self, lease: Lease, tokens: _Tokens, pages: Sequence[int], priority: _Class = "high"
+    ) -> tuple[int, list[tuple[int, int, int]]]:
+        """Publish pages computed after the end of the lease and extend it.
+
+        Returns the pages covered and (index, page given, page of the tree) where the tree had the
+        tokens on device already. Covers nothing if the end of the lease is not on device.
+        """
+
+    def insert_host(
+        self,
+        namespace: int,
+        tokens: _Tokens,
+        first_page: int,
+        pages: Sequence[int],
+        priority: _Class = "high",
+    ) -> list[int]:
+        """Publish host pages `first_page` and on of the prefix `tokens`; returns those not taken.
+
+        Raises `InvalidRequest` if `tokens` are not exactly the pages before and those given.
+        """
+
+    def extend_host(
+        self, lease: Lease, tokens: _Tokens, pages: Sequence[int], priority: _Class = "high"
+    ) -> tuple[int, list[int]]:
+        """Publish host pages after the end of the lease: (pages covered, pages not taken)."""
+
+    def begin_load(
+        self, lease: Lease, pages: Sequence[int]
+    ) -> tuple[int, list[tuple[int, int]], list[int]]:
+        """Load the first host pages after the device part: (id, [(host, device)], unused pages)."""
+
+    def loadable(self, lease: Lease) -> int:
+        """Pages after the device part that are on host and not being loaded."""
+
+    def joined(self, lease: Lease) -> int:
+        """Pages after the device part that a load fills now."""
+
+    def end_load(self, id: int, ok: bool) -> list[int]:
+        """End a load; returns the device pages of one that failed."""
+
+    def request_store(self, lease: Lease) -> None:
+        """Ask for host copies of the whole path, whatever the policy."""
+
+    def next_store(self, max_pages: int) -> StoreWant | None:
+        """Next node to copy to host, at most `max_pages` of it."""
+
+    def begin_store(self, want: StoreWant, host: Sequence[int]) -> int:
+        """Start a store; with fewer pages than wanted the rest is asked for again."""
+
+    def drop_store(self, want: StoreWant) -> None:
+        """Give a store up because the host is full: counted, not asked again before a use."""
+
+    def end_store(self, id: int, ok: bool) -> list[int]:
+        """End a store; returns the host pages of one that failed."""
+
+    def demote(self, lease: Lease) -> list[int]:
+        """Move what only LOW readers lock, and has a host copy, to host; returns its pages."""
+
+    def window_missing(self, lease: Lease) -> int:
+        """Host pages of the path without LOW pages."""
+
+    def give_window(self, lease: Lease, pages: Sequence[int]) -> list[int]:
+        """LOW pages for these, in path order, held by the lease; returns those left over."""
+
+    def window_hold(self, lease: Lease) -> bool:
+        """Hold the LOW nodes of the path; False for a HIGH reader."""
+
+    def window_release(self, lease: Lease) -> None:
+        """Let go of the LOW nodes of the path; the lease stays."""
+
+    def evict_device(self, n: int) -> _Evicted:
+        """Give up `n` device pages, or as many as can be."""
+
+    def evict_host(self, n: int) -> _Evicted:
+        """Give up `n` host pages, or as many as can be."""
+
+    def evict_snapshot(self, n: int) -> list[int]:
+        """Give up the `n` least recently used snapshots, or as many as can be."""
+
+    def evictable_device(self) -> int:
+        """Device pages that no one locks."""
+
+    def evictable_host(self) -> int:
+        """Host pages that no one locks."""
+
+    def evictable_snapshots(self) -> int:
+        """Snapshots that no lease resumes from."""
+
+    def take_garbage(self) -> _Evicted:
+        """Everything released by leases and jobs since the last call."""
+
+    def clear(self) -> _Evicted:
+        """Remove everything that is not locked."""
+
+    def begin_snapshot(self, lease: Lease, position: int, slot: int) -> int:
+        """Start to fill `slot` with the state at `position` of the path.
+
+        Raises `InvalidRequest` for a position that is no multiple of max(page size, 64), is
+        outside the path, or has a snapshot already.
+        """
+
+    def end_snapshot(self, id: int, ok: bool) -> int | None:
+        """Publish a snapshot; returns the slot of one that failed."""
+
+    def has_snapshot(self, lease: Lease, position: int) -> bool:
+        """Whether a snapshot is published at `position` of the path."""
+
+    def stats(self) -> dict[str, int]:
+        """Counters since construction, and sizes of now."""
+
+    def dump(self) -> list[_Node]:
+        """Every node, parents first."""
+
+    def digest(self) -> int:
+        """A fixed 64-bit digest of the whole tree."""
+
+    def check(self) -> None:
+        """Recount everything; raises `HeadraceError` that says what does not agree."""
+
+    def check_some(self, n: int) -> None:
+        """Check the next `n` nodes, round robin."""
 
 def bench_core(*, rows: int = 256, repeat: int = 101) -> dict[str, int]:
     """Median nanoseconds of slot_allocate_free, submit, plan and commit (`rows` decode rows).
 
     And, a page, of page_alloc_n and page_free_n in calls of n pages.
+    Also of the prefix tree: a match of 32,768 tokens, insert and evict of one page.
     """

@@ -62,6 +62,10 @@ class PageStateError(HeadraceError, ValueError):
     """A page in a state the call does not allow: free already, listed twice, not of this pool."""
 
 
+class LeaseReleased(HeadraceError, RuntimeError):
+    """A lease of the prefix tree, or a store it asked for, that was given back already."""
+
+
 class QueueFull(HeadraceError):
     """Back-pressure: `max_waiting` requests are already waiting. Submit again later."""
 

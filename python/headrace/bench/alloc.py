@@ -22,12 +22,19 @@ TARGET_NS = {
     "page_free_1000": 100,
     "page_alloc_32": 100,
     "page_free_32": 100,
+    "tree_match_32k": 100_000,
+    "tree_insert": 2_000,
+    "tree_evict_1k": 5_000,
+    "tree_evict_100k": 5_000,
 }
 TARGET_ROWS = 256
 MAX_ROWS = 2**20
 
 _PAIRS = 1_000
 _PROMPT = 64
+_PAGE = 64
+_MATCH_TOKENS = 32_768
+_LEAVES = 1_000
 
 # The pool of the page targets: 90 % full after random frees.
 _POOL_PAGES = 65_536
@@ -49,6 +56,7 @@ def bench_alloc(*, rows: int = TARGET_ROWS, repeat: int = 101) -> Report:
         "slot_allocate_free": _slot_pair_ns(repeat),
         **_step_ns(rows, repeat),
         **_page_ns(repeat),
+        **_tree_ns(repeat),
     }
     targets = TARGET_NS if rows == TARGET_ROWS else {}
     table: list[dict[str, Value]] = [
@@ -128,6 +136,35 @@ def _page_ns(repeat: int) -> dict[str, float | None]:
             held[:, gone] = got
         times |= {f"page_alloc_{n}": median(alloc_ns), f"page_free_{n}": median(free_ns)}
     return times
+def _tree_ns(repeat: int) -> dict[str, float | None]:
+    """Look up 32,768 tokens in pages of 64, publish page by page, evict from 1,000 leaves."""
+    tree = _core.PrefixTree(_PAGE, policy="none")
+    prompt = np.arange(_MATCH_TOKENS + 1)
+    insert_ns: list[float | None] = []
+    match_ns: list[float | None] = []
+    for _ in range(repeat):
+        lease = tree.match_prefix(0, [])
+        for page, start in enumerate(range(0, _MATCH_TOKENS, _PAGE)):
+            tokens = prompt[start : start + _PAGE]
+            begin = time.perf_counter_ns()
+            tree.insert(lease, tokens, [page])
+            insert_ns.append(time.perf_counter_ns() - begin)
+        lease.release()
+        begin = time.perf_counter_ns()
+        lease = tree.match_prefix(0, prompt)
+        match_ns.append(time.perf_counter_ns() - begin)
+        lease.release()
+        tree.clear()
+    for leaf in range(_LEAVES):
+        lease = tree.match_prefix(0, [])
+        tree.insert(lease, prompt[leaf : leaf + _PAGE], [leaf])
+        lease.release()
+    evict_ns = [_timed(lambda: tree.evict_device(1)) for _ in range(min(repeat, _LEAVES))]
+    return {
+        "tree_match_32k": median(match_ns),
+        "tree_insert": median(insert_ns),
+        "tree_evict_1k": median(evict_ns),
+    }
 
 
 def _timed(call: Callable[[], object]) -> int:

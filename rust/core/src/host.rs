@@ -7,7 +7,7 @@
 //! Invariants (checked by [`HostPages::check`]): runs are not empty, do not touch and lie inside
 //! the pool; `free` is the sum of their lengths.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::error::{Error, Result};
 use crate::sync::Mutex;
@@ -28,6 +28,9 @@ pub struct HostPages {
 struct Pool {
     /// First free page of a run -> length of the run.
     runs: BTreeMap<u32, u32>,
+    /// Length -> first pages of the runs of that length. Few lengths differ: k of them need
+    /// k^2 / 2 pages.
+    starts: BTreeMap<u32, BTreeSet<u32>>,
     free: u32,
 }
 
@@ -38,10 +41,12 @@ impl HostPages {
             let expected = format!("at most {MAX_PAGES} pages");
             return Err(Error::config("host_pages", total, expected));
         }
-        let pool = Pool {
-            runs: (total > 0).then_some((0, total)).into_iter().collect(),
+        let mut pool = Pool {
+            runs: BTreeMap::new(),
+            starts: BTreeMap::new(),
             free: total,
         };
+        pool.add_run(0, total);
         Ok(Self {
             pool: Mutex::new(pool),
             total,
@@ -49,7 +54,8 @@ impl HostPages {
     }
 
     /// `n` pages in ascending order, or `None` if fewer are free: the first run of consecutive
-    /// pages that is long enough, without one the smallest ids. O(runs before it).
+    /// pages that is long enough, without one the smallest ids.
+    /// O(log runs) a run taken, and O(different lengths).
     pub fn alloc(&self, n: usize) -> Option<Vec<HostPage>> {
         let n = u32::try_from(n).ok()?;
         self.pool.lock().alloc(n)
@@ -99,6 +105,18 @@ impl HostPages {
             end = Some(first + len);
             free += len;
         }
+        let starts = |(&len, starts): (&u32, &BTreeSet<u32>)| {
+            let runs = starts.iter().map(move |&first| (first, len));
+            runs.collect::<Vec<_>>()
+        };
+        let mut by_len: Vec<(u32, u32)> = pool.starts.iter().flat_map(starts).collect();
+        by_len.sort_unstable();
+        if !by_len
+            .into_iter()
+            .eq(pool.runs.iter().map(|(&first, &len)| (first, len)))
+        {
+            return Err("host pages: runs by length differ from runs by place".to_owned());
+        }
         if free != pool.free {
             return Err(format!("host pages: {free} in runs, {} counted", pool.free));
         }
@@ -111,36 +129,42 @@ impl Pool {
         if n > self.free {
             return None;
         }
-        self.free -= n;
-        if n == 0 {
-            return Some(Vec::new());
-        }
-        let fitting = self.runs.iter().find(|&(_, &len)| len >= n);
         let mut taken = Vec::with_capacity(n as usize);
-        if let Some((&first, _)) = fitting {
-            self.take(first, n, &mut taken);
-            return Some(taken);
-        }
+        let fitting = self.starts.range(n..);
+        let mut first = fitting
+            .filter_map(|(_, starts)| starts.first())
+            .min()
+            .copied();
         let mut missing = n;
         while missing > 0 {
-            let Some((&first, &len)) = self.runs.first_key_value() else {
-                break;
-            };
+            let start = first.take().or(self.runs.keys().next().copied())?;
+            let len = self.remove_run(start);
             let part = len.min(missing);
-            self.take(first, part, &mut taken);
+            self.add_run(start + part, len - part);
+            taken.extend((start..start + part).map(HostPage));
             missing -= part;
         }
+        self.free -= n;
         Some(taken)
     }
 
-    /// Takes the first `n` pages of the run at `first`.
-    fn take(&mut self, first: u32, n: u32, taken: &mut Vec<HostPage>) {
-        if let Some(len) = self.runs.remove(&first)
-            && len > n
-        {
-            self.runs.insert(first + n, len - n);
+    fn add_run(&mut self, first: u32, len: u32) {
+        if len > 0 {
+            self.runs.insert(first, len);
+            self.starts.entry(len).or_default().insert(first);
         }
-        taken.extend((first..first + n).map(HostPage));
+    }
+
+    /// Returns the length, 0 if no run starts at `first`.
+    fn remove_run(&mut self, first: u32) -> u32 {
+        let len = self.runs.remove(&first).unwrap_or(0);
+        if let Some(starts) = self.starts.get_mut(&len) {
+            starts.remove(&first);
+            if starts.is_empty() {
+                self.starts.remove(&len);
+            }
+        }
+        len
     }
 
     fn check_taken(&self, sorted: &[u32], total: u32) -> Result<()> {
@@ -162,18 +186,13 @@ impl Pool {
     }
 
     fn insert(&mut self, page: u32) {
+        let before = self.runs.range(..page).next_back();
+        let first = before
+            .filter(|&(first, len)| first + len == page)
+            .map_or(page, |(&first, _)| first);
+        let len = self.remove_run(first) + 1 + self.remove_run(page + 1);
+        self.add_run(first, len);
         self.free += 1;
-        let after = self.runs.remove(&(page + 1)).unwrap_or(0);
-        if let Some((_, len)) = self
-            .runs
-            .range_mut(..page)
-            .next_back()
-            .filter(|(first, len)| **first + **len == page)
-        {
-            *len += 1 + after;
-        } else {
-            self.runs.insert(page, 1 + after);
-        }
     }
 }
 

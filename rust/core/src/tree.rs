@@ -211,7 +211,8 @@ impl PrefixTree {
     }
 
     /// Starts a load into the first `pages.len()` host pages after the device part; nodes are
-    /// split as needed and locked until the end. Pages beyond [`PrefixTree::loadable`] come back
+    /// split as needed and locked until the end. With fixed slots there are no loads: a slot copies
+    /// from the host pages that its lease locks. Pages beyond [`PrefixTree::loadable`] come back
     /// as `unused`.
     pub fn begin_load(&self, lease: &Lease, pages: &[PageEntry]) -> LoadJob {
         let id = self.id_of(lease);

@@ -89,6 +89,7 @@ fn run(rows: u32, repeat: usize) -> core::Result<Times> {
         ("commit", commit),
     ];
     pages(repeat, &mut times)?;
+    times.extend(tree_times(repeat)?);
     Ok(times)
 }
 
@@ -146,6 +147,82 @@ impl Random {
             .map(|_| from.swap_remove(random(from.len())))
             .collect()
     }
+}
+
+const PAGE: u32 = 64;
+const MATCH_TOKENS: u32 = 32_768;
+const LEAVES: u32 = 1_000;
+const LEAVES_DEEP: u32 = 100_000;
+
+/// The prefix tree: a prompt of 32,768 tokens in nodes of one page, which publishing it page by
+/// page made, then evictions from few and from many leaves.
+fn tree_times(repeat: usize) -> core::Result<Times> {
+    let tree = tree()?;
+    let prompt: Vec<u32> = (0..=MATCH_TOKENS).collect();
+    let namespace = core::tree::Namespace(0);
+    let find = |tokens: &[u32]| {
+        let class = core::PriorityClass::High;
+        tree.match_prefix(namespace, tokens, usize::MAX, class)
+    };
+    let pages = MATCH_TOKENS / PAGE;
+    let (mut insert, mut lookup) = (Vec::new(), Vec::new());
+    for _ in 0..repeat {
+        let mut lease = find(&[]);
+        insert.push(timed(u64::from(pages), || {
+            for (page, tokens) in (0..pages).zip(prompt.chunks(PAGE as usize)) {
+                let pages = [core::PageEntry(page)];
+                tree.insert(&mut lease, tokens, &pages, core::PriorityClass::High);
+            }
+            Ok(())
+        })?);
+        drop(lease);
+        let mut lease = None;
+        lookup.push(timed(1, || {
+            lease = Some(find(&prompt));
+            Ok(())
+        })?);
+        drop(lease);
+        tree.clear();
+    }
+    Ok(vec![
+        ("tree_match_32k", lookup),
+        ("tree_insert", insert),
+        ("tree_evict_1k", evictions(LEAVES, repeat)?),
+        ("tree_evict_100k", evictions(LEAVES_DEEP, repeat)?),
+    ])
+}
+
+fn tree() -> core::Result<core::PrefixTree> {
+    core::PrefixTree::new(core::TreeConfig {
+        policy: core::tree::WritePolicy::None,
+        ..Default::default()
+    })
+}
+
+/// Evicts one page a call, in batches that leave nearly all leaves, and puts them back.
+fn evictions(leaves: u32, repeat: usize) -> core::Result<Vec<u64>> {
+    let tree = tree()?;
+    let mut next = 0;
+    let mut leaf = || {
+        let tokens: Vec<u32> = (next..next + PAGE).collect();
+        next = (next + PAGE) % (1 << 31);
+        let class = core::PriorityClass::High;
+        let mut lease = tree.match_prefix(core::tree::Namespace(0), &[], 0, class);
+        tree.insert(&mut lease, &tokens, &[core::PageEntry(next / PAGE)], class);
+    };
+    (0..leaves).for_each(|_| leaf());
+    let batch = leaves.min(100);
+    let mut times = Vec::new();
+    for _ in 0..repeat {
+        times.push(timed(u64::from(batch), || {
+            for _ in 0..batch {
+                black_box(tree.evict_device(1));
+            }
+            Ok(())
+        })?);
+        (0..batch).for_each(|_| leaf());
+    }
+    Ok(times)
 }
 
 fn step(

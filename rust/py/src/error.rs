@@ -105,6 +105,12 @@ pub(crate) fn broken(py: Python<'_>, what: &str) -> PyErr {
     raise(py, "HeadraceError", &format!("invariant broken: {what}"))
 }
 
+/// A lease or a store that was given back already.
+pub(crate) fn released(py: Python<'_>, what: &str) -> PyErr {
+    let message = format!("this {what} was given back already; it can be once only");
+    raise(py, "LeaseReleased", &message)
+}
+
 /// An object of the parent process was used in a forked child.
 pub(crate) fn forked(py: Python<'_>) -> PyErr {
     raise(

@@ -17,6 +17,7 @@ mod sampling;
 mod scheduler;
 mod slots;
 mod tiers;
+mod tree;
 
 #[pymodule]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -38,6 +39,10 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<copy::CopyQueue>()?;
     module.add_class::<copy::CopyTicket>()?;
     module.add_class::<copy::StepHandle>()?;
+    module.add_class::<tree::HostPages>()?;
+    module.add_class::<tree::PrefixTree>()?;
+    module.add_class::<tree::Lease>()?;
+    module.add_class::<tree::StoreWant>()?;
     module.add_function(wrap_pyfunction!(plan::build_plan, module)?)?;
     module.add_function(wrap_pyfunction!(plan::decode_width, module)?)?;
     module.add_function(wrap_pyfunction!(bench::bench_core, module)?)?;

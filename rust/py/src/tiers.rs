@@ -59,39 +59,8 @@ pub(crate) fn tree_dict<'py>(
     stats: &core::tree::TreeStats,
 ) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
-    let counters = [
-        ("lookups", stats.lookups),
-        ("hit_device_tokens", stats.hit_device_tokens),
-        ("hit_host_tokens", stats.hit_host_tokens),
-        ("lost_no_snapshot_tokens", stats.lost_no_snapshot_tokens),
-        ("inserted_pages", stats.inserted_pages),
-        ("duplicate_pages", stats.duplicate_pages),
-        ("demoted_pages", stats.demoted_pages),
-        ("evicted_host_pages", stats.evicted_host_pages),
-        ("removed_pages", stats.removed_pages),
-        ("splits", stats.splits),
-        ("loaded_pages", stats.loaded_pages),
-        ("stored_pages", stats.stored_pages),
-        ("host_full_tokens", stats.host_full_tokens),
-        ("snapshots_taken", stats.snapshots_taken),
-        ("evicted_snapshots", stats.evicted_snapshots),
-    ];
-    for (name, value) in counters {
-        dict.set_item(name, value)?;
-    }
-    let gauges = [
-        ("nodes", stats.nodes),
-        ("leases", stats.leases),
-        ("full_pages", stats.full_pages),
-        ("low_pages", stats.low_pages),
-        ("host_only_pages", stats.host_only_pages),
-        ("loading_pages", stats.loading_pages),
-        ("backing_pages", stats.backing_pages),
-        ("host_pages", stats.host_pages),
-        ("snapshots", stats.snapshots),
-    ];
-    for (name, value) in gauges {
-        dict.set_item(name, value)?;
+    for (name, count) in stats.rows() {
+        dict.set_item(name, count)?;
     }
     Ok(dict)
 }

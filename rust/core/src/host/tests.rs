@@ -39,7 +39,7 @@ fn refused_frees_change_nothing() {
     alloc(&pool, 3);
     for bad in [&[0, 3][..], &[1, 4], &[2, 2], &[u32::MAX]] {
         let error = pool.free(&pages(bad)).unwrap_err();
-        assert!(matches!(error, Error::PageState { .. }), "{bad:?}");
+        assert!(matches!(error, Error::HostPageState { .. }), "{bad:?}");
         assert_eq!(pool.dump(), [(3, 1)], "{bad:?}");
     }
     for total in [0, u32::MAX] {

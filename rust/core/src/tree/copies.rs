@@ -58,7 +58,7 @@ impl Books {
 
     /// Pages after the device part that are on host, and, before them, those being loaded.
     pub(super) fn loadable(&self, lease: u64) -> (usize, usize) {
-        let Some(hold) = self.holds.get(&lease) else {
+        let Some(hold) = self.holds.get(&lease).filter(|_| self.config.device_tier) else {
             return (0, 0);
         };
         let path = self.path(hold.end);
@@ -73,7 +73,8 @@ impl Books {
     pub(super) fn begin_load(&mut self, lease: u64, pages: &[PageEntry]) -> LoadJob {
         let mut copies = Vec::new();
         let mut nodes = Vec::new();
-        let path = self.holds.get(&lease).map(|hold| self.path(hold.end));
+        let hold = self.holds.get(&lease).filter(|_| self.config.device_tier);
+        let path = hold.map(|hold| self.path(hold.end));
         for id in path.unwrap_or_default() {
             let left = &pages[copies.len()..];
             if self.nodes[id].readable() {

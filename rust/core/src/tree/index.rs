@@ -178,16 +178,28 @@ impl Books {
     /// Locks one node. A lease takes it off the list of those that leave.
     pub(super) fn lock(&mut self, id: NodeId, holder: Holder) {
         let node = &mut self.nodes[id];
-        let add = |locks: &mut Locks| *count_of(locks, holder) += 1;
-        if matches!(holder, Holder::Lease(_)) && (node.leaving || !node.locks.any()) {
-            self.change(id, |node| {
-                node.leaving = false;
-                add(&mut node.locks);
-            });
-        } else if node.locks.any() {
-            add(&mut node.locks);
-        } else {
-            self.change(id, |node| add(&mut node.locks));
+        let mut locks = node.locks;
+        *count_of(&mut locks, holder) += 1;
+        if node.leaving && matches!(holder, Holder::Lease(_)) {
+            self.change(id, |node| node.leaving = false);
+        }
+        self.set_locks(id, locks);
+    }
+
+    /// Sets the locks of a node; they decide whether its pages are evictable.
+    fn set_locks(&mut self, id: NodeId, locks: Locks) {
+        let node = &mut self.nodes[id];
+        let (device, host) = node.evictable();
+        node.locks = locks;
+        let (device_now, host_now) = node.evictable();
+        if (device, host) != (device_now, host_now) {
+            let pages = node.tokens.len() / self.page_size;
+            let count = |sum: &mut usize, was: bool, is: bool| {
+                *sum = *sum + pages * usize::from(is) - pages * usize::from(was);
+            };
+            count(&mut self.total.evictable_device, device, device_now);
+            count(&mut self.total.evictable_host, host, host_now);
+            self.refresh(id);
         }
     }
 
@@ -209,17 +221,12 @@ impl Books {
             let parent = node.parent;
             let mut locks = node.locks;
             *count_of(&mut locks, holder) -= 1;
-            if locks.any() && !(locks.windows == 0 && node.state == NodeState::Low) {
-                node.locks = locks;
-            } else {
+            let unread = locks.windows == 0 && node.state == NodeState::Low;
+            self.set_locks(at, locks);
+            if unread {
                 let dropped = self.change(at, |node| {
-                    node.locks = locks;
-                    if node.state == NodeState::Low && locks.windows == 0 {
-                        node.state = NodeState::Host;
-                        std::mem::take(&mut node.device)
-                    } else {
-                        Vec::new()
-                    }
+                    node.state = NodeState::Host;
+                    std::mem::take(&mut node.device)
                 });
                 self.garbage.device.extend(dropped);
             }

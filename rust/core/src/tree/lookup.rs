@@ -25,8 +25,8 @@ impl Books {
         let children = &self.nodes[parent].children;
         let mut candidates = children.range((hash, NodeId::NONE)..=(hash, NodeId::LAST));
         let child = candidates.find_map(|&(_, child)| {
-            let tokens = &self.nodes[child].tokens;
-            (tokens[..self.page_size] == *first).then(|| (child, self.common_pages(tokens, rest)))
+            let pages = self.common_pages(&self.nodes[child].tokens, rest);
+            (pages > 0).then_some((child, pages))
         });
         (hash, child)
     }

@@ -200,6 +200,14 @@ impl Node {
         }
     }
 
+    /// Whether the device pages, and the host pages, may be evicted once nothing below has any.
+    pub(super) fn evictable(&self) -> (bool, bool) {
+        let free = !self.locks.any() && !self.is_root();
+        let full = self.state == NodeState::Full;
+        let host = !self.host.is_empty() && (full || self.state == NodeState::Host);
+        (free && full, free && host)
+    }
+
     pub(super) fn tally(&self, page_size: usize) -> Tally {
         let pages = self.tokens.len() / page_size;
         let mut tally = Tally::default();
@@ -207,18 +215,14 @@ impl Node {
             return tally;
         }
         tally.by_state[self.state as usize] = pages;
-        let unlocked = !self.locks.any();
+        let (device, host) = self.evictable();
         if self.state == NodeState::Backing {
             tally.host_pending = pages;
         } else if !self.host.is_empty() {
             tally.host = pages;
-            if unlocked && matches!(self.state, NodeState::Full | NodeState::Host) {
-                tally.evictable_host = pages;
-            }
         }
-        if self.state == NodeState::Full && unlocked {
-            tally.evictable_device = pages;
-        }
+        tally.evictable_device = pages * usize::from(device);
+        tally.evictable_host = pages * usize::from(host);
         if self.leaving {
             tally.coming = pages;
         }

@@ -181,6 +181,7 @@ impl Books {
             node.tick = tick;
             node.priority = node.priority.min(priority);
         });
+        self.keep(id);
         self.queue_store(id);
     }
 }

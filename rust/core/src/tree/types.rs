@@ -68,20 +68,33 @@ impl Default for TreeConfig {
     }
 }
 
-/// Multiplier of [`page_hash`]: the 128-bit constant of PCG (O'Neill 2014), odd and well mixed.
-const HASH_FACTOR: u128 = 0x2360_ED05_1FC6_5DA4_4385_DF64_9FCC_F645;
-const HASH_SEED: u128 = 0x6865_6164_7261_6365_2D74_7265_652D_7631;
+/// Multiplier of [`page_hash`]: the golden ratio, odd.
+const HASH_FACTOR: u64 = 0x9E37_79B9_7F4A_7C15;
+const HASH_SEEDS: [u64; 4] = [
+    0x6865_6164_7261_6365,
+    0x7072_6566_6978_7472,
+    0x6565_7061_6765_6861,
+    0x7368_7665_7273_6931,
+];
 
-/// Fixed-seed hash of tokens: the same in every process.
+/// Fixed-seed hash of tokens: the same in every process. Four lanes, so that the multiplications
+/// overlap.
 pub fn page_hash(tokens: &[u32]) -> u128 {
-    tokens.chunks(4).fold(HASH_SEED, |hash, four| {
-        let word = four
-            .iter()
-            .rev()
-            .fold(0, |word, &token| word << 32 | u128::from(token));
-        let mixed = (hash ^ word).wrapping_mul(HASH_FACTOR);
-        mixed ^ (mixed >> 67)
-    })
+    let mix = |lane: u64, word: u64| (lane ^ word).wrapping_mul(HASH_FACTOR).rotate_left(29);
+    let mut lanes = HASH_SEEDS;
+    let chunks = tokens.chunks_exact(8);
+    for (index, &token) in chunks.remainder().iter().enumerate() {
+        lanes[index % 4] = mix(lanes[index % 4], u64::from(token));
+    }
+    for chunk in chunks {
+        for (lane, pair) in lanes.iter_mut().zip(chunk.chunks_exact(2)) {
+            *lane = mix(*lane, u64::from(pair[0]) << 32 | u64::from(pair[1]));
+        }
+    }
+    let fold = |a, b| mix(mix(mix(a, b), b >> 32), a);
+    let high = fold(fold(lanes[0], lanes[1]), fold(lanes[2], lanes[3]));
+    let low = fold(fold(lanes[2], lanes[0]), fold(lanes[1], lanes[3]));
+    u128::from(high) << 64 | u128::from(low)
 }
 
 /// Place of one page of tokens.
@@ -141,58 +154,71 @@ pub struct StoreWant {
     pub priority: PriorityClass,
 }
 
-/// Counters since construction, then sizes of now.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-#[expect(
-    missing_docs,
-    reason = "the names say it: what is counted, and in which unit"
-)]
-pub struct TreeStats {
-    pub lookups: u64,
-    pub lookup_tokens: u64,
-    pub hit_device_tokens: u64,
-    pub hit_host_tokens: u64,
+/// Declares the counters once, as fields and as rows for users.
+macro_rules! counters {
+    ($($(#[$doc:meta])* $name:ident: $unit:ty,)*) => {
+        /// Counters since construction, then sizes of now.
+        #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+        #[expect(missing_docs, reason = "the names say it: what is counted, and in which unit")]
+        pub struct TreeStats {
+            $($(#[$doc])* pub $name: $unit,)*
+        }
+
+        impl TreeStats {
+            /// Every counter with its name.
+            pub fn rows(&self) -> Vec<(&'static str, u64)> {
+                vec![$((stringify!($name), self.$name as u64),)*]
+            }
+        }
+    };
+}
+
+counters! {
+    lookups: u64,
+    lookup_tokens: u64,
+    hit_device_tokens: u64,
+    hit_host_tokens: u64,
     /// KV that a hybrid model could not use for want of a snapshot.
-    pub lost_no_snapshot_tokens: u64,
-    pub inserted_pages: u64,
-    pub inserted_host_pages: u64,
-    pub duplicate_pages: u64,
-    pub demoted_pages: u64,
+    lost_no_snapshot_tokens: u64,
+    inserted_pages: u64,
+    inserted_host_pages: u64,
+    duplicate_pages: u64,
+    demoted_pages: u64,
     /// Host copies dropped of pages that stay on device.
-    pub reclaimed_host_pages: u64,
+    reclaimed_host_pages: u64,
     /// Pages dropped whose only copy was on host.
-    pub evicted_host_pages: u64,
+    evicted_host_pages: u64,
     /// Pages of removed nodes, whatever the reason.
-    pub removed_pages: u64,
-    pub splits: u64,
-    pub loads: u64,
-    pub loaded_pages: u64,
-    pub load_failed_pages: u64,
-    pub stores: u64,
-    pub stored_pages: u64,
-    pub store_failed_pages: u64,
+    removed_pages: u64,
+    splits: u64,
+    loads: u64,
+    loaded_pages: u64,
+    load_failed_pages: u64,
+    stores: u64,
+    stored_pages: u64,
+    store_failed_pages: u64,
     /// Tokens not stored because the host was full.
-    pub host_full_tokens: u64,
-    pub snapshots_taken: u64,
-    pub snapshots_failed: u64,
-    pub evicted_snapshots: u64,
+    host_full_tokens: u64,
+    snapshots_taken: u64,
+    snapshots_failed: u64,
+    evicted_snapshots: u64,
     /// Snapshots asked of `evict_snapshot` that it could not give.
-    pub snapshots_short: u64,
-    pub nodes: usize,
-    pub leases: usize,
-    pub jobs: usize,
-    pub queued_stores: usize,
-    pub full_pages: usize,
-    pub low_pages: usize,
-    pub host_only_pages: usize,
-    pub loading_pages: usize,
-    pub backing_pages: usize,
+    snapshots_short: u64,
+    nodes: usize,
+    leases: usize,
+    jobs: usize,
+    queued_stores: usize,
+    full_pages: usize,
+    low_pages: usize,
+    host_only_pages: usize,
+    loading_pages: usize,
+    backing_pages: usize,
     /// Complete host copies.
-    pub host_pages: usize,
-    pub host_pending_pages: usize,
-    pub evictable_device: usize,
-    pub evictable_host: usize,
-    pub coming_pages: usize,
-    pub snapshots: usize,
-    pub evictable_snapshots: usize,
+    host_pages: usize,
+    host_pending_pages: usize,
+    evictable_device: usize,
+    evictable_host: usize,
+    coming_pages: usize,
+    snapshots: usize,
+    evictable_snapshots: usize,
 }

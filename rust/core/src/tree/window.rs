@@ -40,7 +40,7 @@ impl Books {
     }
 
     pub(super) fn window_missing(&self, lease: u64) -> usize {
-        let Some(hold) = self.holds.get(&lease) else {
+        let Some(hold) = self.holds.get(&lease).filter(|_| self.config.device_tier) else {
             return 0;
         };
         let path = self.path(hold.end);
@@ -81,7 +81,7 @@ impl Books {
         let Some(hold) = self.holds.get_mut(&lease) else {
             return false;
         };
-        if hold.reader != PriorityClass::Low {
+        if hold.reader != PriorityClass::Low || !self.config.device_tier {
             return false;
         }
         if !hold.windows {
