@@ -1,0 +1,202 @@
+"""Norms, gates and the embedding of a decode step, one launch each.
+
+They give what the operations of the same name of the torch backend give; products and roundings
+come in the same places. No state, no locks.
+"""
+
+import functools
+
+import numpy as np
+import torch
+
+from headrace.backends.cuda.gemm import ELEMENTS
+from headrace.backends.cuda.loader import Function, Variant, launch, load
+from headrace.errors import ConfigError
+
+_NAMES = ("rms_norm", "rms_norm_wide", "silu_mul", "sigmoid_gate", "embed")
+_VECTOR_BYTES = 16
+_THREADS = 256
+# A thread of a norm holds four vectors, a block has at most 1024 threads.
+_NORM_PASSES = 4
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    addend: torch.Tensor | None = None,
+    total: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Norm of `x [rows, width]`: cast to its dtype, then times `weight [width]`.
+
+    With an addend of the same shape, `x + addend` is stored in `total` (x itself if None) and
+    normed. Rows may be strided.
+
+    Raises
+    ------
+    ConfigError
+        A dtype, or a width or stride that is no multiple of 16 bytes.
+    """
+    return _norm("rms_norm", x.dtype, x, weight, eps, addend, total, out)
+
+
+def rms_norm_wide(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    eps: float,
+    *,
+    addend: torch.Tensor | None = None,
+    total: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `rms_norm` with an fp32 `scale [width]`, cast once."""
+    return _norm("rms_norm_wide", torch.float32, x, scale, eps, addend, total, out)
+
+
+def silu_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """`[rows, 2 * n]` (gate, then up) -> `silu(gate) * up`. Raises as `rms_norm`."""
+    rows, n = gate_up.shape[0], gate_up.shape[1] // 2
+    vector = _check("silu_mul", n, gate_up)
+    if out is None:
+        out = torch.empty((rows, n), dtype=gate_up.dtype, device=gate_up.device)
+    if rows:
+        launch(
+            _functions(gate_up.dtype)["silu_mul"],
+            (-(-n // (vector * _THREADS)), rows),
+            (_THREADS,),
+            (gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), out.stride(0), n),
+        )
+    return out
+
+
+def sigmoid_gate(
+    x: torch.Tensor, gate: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`x [rows, heads * D] * sigmoid(gate [rows, heads, D])`. Raises as `rms_norm`.
+
+    The gate may be the strided half of a projection `[rows, heads, 2, D]`.
+    """
+    rows, n = x.shape
+    _, heads, head_dim = gate.shape
+    vector = _check("sigmoid_gate", head_dim, x, gate)
+    if gate.shape[0] != rows or heads * head_dim != n or gate.dtype != x.dtype:
+        raise ConfigError(f"sigmoid_gate: x {list(x.shape)} and gate {list(gate.shape)}")
+    if out is None:
+        out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
+    if rows:
+        launch(
+            _functions(x.dtype)["sigmoid_gate"],
+            (-(-n // (vector * _THREADS)), rows),
+            (_THREADS,),
+            (
+                x.data_ptr(),
+                x.stride(0),
+                gate.data_ptr(),
+                gate.stride(0),
+                head_dim,
+                gate.stride(1),
+                out.data_ptr(),
+                out.stride(0),
+                n,
+            ),
+        )
+    return out
+
+
+def embed(table: torch.Tensor, ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Rows `ids [T]` int64 of `table [vocab, width]`; zeros for an id outside the table.
+
+    Raises as `rms_norm`.
+    """
+    vocab, width = table.shape
+    vector = _check("embed", width, table)
+    if ids.dtype != torch.int64 or ids.ndim != 1 or not table.is_contiguous():
+        raise ConfigError(f"embed: ids are {ids.dtype} {list(ids.shape)}, expected int64 [T]")
+    if out is None:
+        out = torch.empty((ids.shape[0], width), dtype=table.dtype, device=table.device)
+    if ids.shape[0]:
+        launch(
+            _functions(table.dtype)["embed"],
+            (-(-width // (vector * _THREADS)), ids.shape[0]),
+            (_THREADS,),
+            (table.data_ptr(), ids.data_ptr(), out.data_ptr(), out.stride(0), vocab, width),
+        )
+    return out
+
+
+def _norm(
+    name: str,
+    weight_dtype: torch.dtype,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    addend: torch.Tensor | None,
+    total: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    rows, width = x.shape
+    if total is None:
+        total = x
+    vector = _check(name, width, x, total, *(() if addend is None else (addend,)))
+    if weight.shape != (width,) or weight.dtype != weight_dtype:
+        raise ConfigError(f"{name}: weight is {weight.dtype} {list(weight.shape)}, width {width}")
+    # As many threads as there are vectors, so that the order depends on the width alone.
+    threads = min(1024, -(-width // (vector * 32)) * 32)
+    if width > threads * vector * _NORM_PASSES:
+        raise ConfigError(f"{name}: width {width} exceeds {1024 * vector * _NORM_PASSES}")
+    if out is None:
+        out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    if rows:
+        launch(
+            _functions(x.dtype)[name],
+            (rows,),
+            (threads,),
+            (
+                x.data_ptr(),
+                x.stride(0),
+                0 if addend is None else addend.data_ptr(),
+                0 if addend is None else addend.stride(0),
+                total.data_ptr(),
+                total.stride(0),
+                weight.data_ptr(),
+                out.data_ptr(),
+                out.stride(0),
+                np.float32(eps),
+                width,
+            ),
+        )
+    return out
+
+
+def _check(name: str, width: int, *tensors: torch.Tensor) -> int:
+    """Elements of a vector; refuse what cannot be read by vectors."""
+    dtype = tensors[0].dtype
+    if dtype not in ELEMENTS:
+        raise ConfigError(f"{name}: dtype {dtype} is not supported")
+    vector = _VECTOR_BYTES // dtype.itemsize
+    for x in tensors:
+        aligned = x.data_ptr() % _VECTOR_BYTES == 0 and x.stride(-1) == 1
+        if x.dtype != dtype or not aligned or any(stride % vector for stride in x.stride()[:-1]):
+            raise ConfigError(
+                f"{name}: {x.dtype} {list(x.shape)} with strides {list(x.stride())}; rows start at "
+                f"multiples of {_VECTOR_BYTES} bytes"
+            )
+    if width % vector:
+        raise ConfigError(f"{name}: width {width} is no multiple of {vector}")
+    return vector
+
+
+def _source(dtype: torch.dtype) -> Variant:
+    return Variant(file="fused.cu", names=_NAMES, defines=(("ELEMENT", ELEMENTS[dtype]),))
+
+
+@functools.cache
+def _functions(dtype: torch.dtype) -> dict[str, Function]:
+    source = _source(dtype)
+    module = load(source.file, names=source.names, defines=dict(source.defines))
+    return {name: module.function(name) for name in _NAMES}
+
+
+VARIANTS = tuple(_source(dtype) for dtype in ELEMENTS)

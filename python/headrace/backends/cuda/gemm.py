@@ -1,0 +1,399 @@
+"""Linear layers of a decode step: a few rows times a large matrix.
+
+`SkinnyGemm` reads the plain `[out, in]` storage that prefill uses, so a weight exists once. How the
+work is cut depends on the matrix and the device, never on the rows: a row has the same bits alone,
+among others and at any place.
+
+Owns the descriptions of the matrices for the copy engine. No scratch, no locks.
+"""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headrace.backends.cuda.early import EarlyKernel
+from headrace.backends.cuda.loader import (
+    Function,
+    Variant,
+    cached_cubin,
+    launch,
+    load,
+    require_gpu,
+)
+from headrace.backends.cuda.tensor_map import matrix_map, rows_map
+from headrace.errors import ConfigError
+from headrace.layers.block_fp8 import BlockFp8Weight
+
+# What `ELEMENT` in cuda/element.cuh stands for.
+ELEMENTS: Mapping[torch.dtype, int] = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+# Rows of one launch; more rows are launches of so many each.
+MAX_ROWS = 16
+KERNEL_CACHE = Path.home() / ".cache" / "headrace" / "kernels"
+_BOX_COLUMN_BYTES = 1024  # of x, the widest box there is
+_MOST_ROW_MAPS = 4096
+# Bytes one CTA of an sm_90 device may have, less 1 KiB for what is not dynamic.
+LARGEST_SHARED = 231_424
+
+
+class Epilogue(IntEnum):
+    """What happens to a product before it is stored."""
+
+    NONE = 0
+    RESIDUAL = 1
+    """`residual + product`, the product rounded to the model dtype first."""
+    SILU_MUL = 2
+    """`silu(first half) * second half` of the output features, rounded as `silu_mul` does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a matrix is cut. Everything but `stages` is part of what decides the bits.
+
+    tiles: row tiles of 16 a warp. row_warps, k_warps: a step of a CTA is `row_warps * tiles * 16`
+    rows and `k_warps * 64` bytes of each. stages: steps in flight, fewer if memory is short.
+    """
+
+    tiles: int
+    row_warps: int
+    k_warps: int
+    stages: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of a group."""
+        return self.row_warps * self.tiles * 16
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA: one warp more than compute feeds the copy engine."""
+        return 32 * (self.row_warps * self.k_warps + 1)
+
+
+# About 100 KB in flight, which is three times what the latency of HBM asks for.
+TILINGS = (
+    Tiling(tiles=1, row_warps=1, k_warps=8, stages=10),
+    Tiling(tiles=2, row_warps=1, k_warps=8, stages=6),
+    Tiling(tiles=3, row_warps=1, k_warps=8, stages=4),
+    Tiling(tiles=4, row_warps=1, k_warps=8, stages=3),
+    Tiling(tiles=2, row_warps=3, k_warps=4, stages=4),
+    Tiling(tiles=4, row_warps=2, k_warps=4, stages=3),
+)
+# What a byte of x costs beside one of the matrix: all of x comes from L2 once a group.
+_COLUMN_COST = 0.15
+
+
+def tiling_of(rows: int, itemsize: int, processors: int, *, silu_mul: bool = False) -> Tiling:
+    """Tiling of a matrix with so many rows: the busiest multiprocessor decides the time."""
+
+    def cost(tiling: Tiling) -> float:
+        groups = -(-rows // tiling.rows)
+        busiest = -(-groups // processors) * tiling.rows
+        return busiest * (1 + _COLUMN_COST * MAX_ROWS * 2 / (tiling.rows * itemsize))
+
+    # Gate and up share the tiles of a warp.
+    return min((t for t in TILINGS if not (silu_mul and t.tiles % 2)), key=cost)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmVariant:
+    """One compilation of cuda/gemm_skinny.cu."""
+
+    dtype: torch.dtype
+    codes: bool
+    column_tiles: int
+    tiling: Tiling
+    epilogue: Epilogue
+    wide: bool
+
+    @property
+    def source(self) -> Variant:
+        """What the compiler is asked for."""
+        return Variant(
+            file="gemm_skinny.cu",
+            names=("gemm_skinny",),
+            defines=(
+                ("ELEMENT", ELEMENTS[self.dtype]),
+                ("CODES", int(self.codes)),
+                ("NT", self.column_tiles),
+                ("TILES", self.tiling.tiles),
+                ("ROW_WARPS", self.tiling.row_warps),
+                ("K_WARPS", self.tiling.k_warps),
+                ("STAGES", self.stages),
+                ("EPILOGUE", int(self.epilogue)),
+                ("WIDE", int(self.wide)),
+            ),
+        )
+
+    @property
+    def _stage_bytes(self) -> int:
+        tiling = self.tiling
+        stage = tiling.rows * tiling.k_warps * 64 + self.column_tiles * 8 * self.column_bytes
+        return -(-stage // 1024) * 1024
+
+    @property
+    def column_bytes(self) -> int:
+        """Bytes of a row of x in a step."""
+        return self.tiling.k_warps * self.depth * 2
+
+    @property
+    def _other_bytes(self) -> int:
+        tiling = self.tiling
+        return 1024 + tiling.row_warps * tiling.k_warps * tiling.tiles * self.column_tiles * 512
+
+    @property
+    def stages(self) -> int:
+        """Steps in flight."""
+        fitting = (LARGEST_SHARED - self._other_bytes) // self._stage_bytes
+        return min(self.tiling.stages, fitting)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of one CTA, as the head of the file states it."""
+        return self._other_bytes + self.stages * self._stage_bytes
+
+    @property
+    def depth(self) -> int:
+        """Elements of one row that a warp has in a unit."""
+        return 64 if self.codes else 32
+
+    @property
+    def box_rows(self) -> int:
+        """Rows of a box of the tensor map: gate and up are boxes of their own."""
+        return self.tiling.rows // (2 if self.epilogue is Epilogue.SILU_MUL else 1)
+
+
+class SkinnyGemm:
+    """Products with any number of rows, 16 a launch, on the current device.
+
+    The first call of a variant compiles and loads it, which a graph capture does not allow: run a
+    step once before capturing it.
+
+    early: start while the kernel before still runs, and read the matrix ahead of x: 1 to 2 us less
+    a launch in a graph. The weights must not be written by the kernels just ahead of it then.
+
+    Raises
+    ------
+    CudaUnavailable
+        The machine cannot run the kernels.
+    """
+
+    def __init__(self, device: torch.device, *, early: bool = False) -> None:
+        self._early = early
+        self._processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._maps: dict[tuple[int, ...], NDArray[np.void]] = {}
+        self._row_maps: dict[tuple[int, ...], NDArray[np.void]] = {}
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | BlockFp8Weight,
+        *,
+        residual: torch.Tensor | None = None,
+        silu_mul: bool = False,
+        wide: bool = False,
+        out: torch.Tensor | None = None,
+        tiling: Tiling | None = None,
+    ) -> torch.Tensor:
+        """`x [rows, in]` times `weight [out, in]` -> `[rows, out]`, accumulated in fp32.
+
+        x: bf16 or fp16 for a weight of the same dtype, bf16 for codes, or fp32 for fp32. Rows may
+        be strided; addresses of rows are multiples of 16 bytes. residual: `[rows, out]`, added to
+        the rounded product. silu_mul: the weight is gate and up, and the result
+        `[rows, out / 2]`. wide: an fp32 result that was never rounded. out: where to put it.
+        tiling: only for measurements.
+
+        Raises
+        ------
+        ConfigError
+            The shape or dtype is none the kernels have; nothing was launched.
+        """
+        features = weight.shape[0] // 2 if silu_mul else weight.shape[0]
+        if out is None:
+            dtype = torch.float32 if wide else x.dtype
+            out = torch.empty((x.shape[0], features), dtype=dtype, device=x.device)
+        if x.dtype == torch.float32:
+            return _plain(x, weight, residual, silu_mul, out)
+        codes = isinstance(weight, BlockFp8Weight)
+        matrix, scales = _parts(weight)
+        _check(x, matrix, codes, silu_mul)
+        epilogue = Epilogue.NONE if residual is None else Epilogue.RESIDUAL
+        if silu_mul:
+            epilogue = Epilogue.SILU_MUL
+        if tiling is None:
+            rows, itemsize = matrix.shape[0], matrix.element_size()
+            tiling = tiling_of(rows, itemsize, self._processors, silu_mul=silu_mul)
+        for first in range(0, x.shape[0], MAX_ROWS):
+            part = x[first : first + MAX_ROWS]
+            variant = GemmVariant(
+                dtype=x.dtype,
+                codes=codes,
+                column_tiles=1 if part.shape[0] <= 8 else 2,
+                tiling=tiling,
+                epilogue=epilogue,
+                wide=wide,
+            )
+            addend = None if residual is None else residual[first : first + MAX_ROWS]
+            self._launch(variant, part, matrix, scales, addend, out[first : first + MAX_ROWS])
+        return out
+
+    def _launch(
+        self,
+        variant: GemmVariant,
+        x: torch.Tensor,
+        matrix: torch.Tensor,
+        scales: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
+        rows, columns = matrix.shape
+        tiling = variant.tiling
+        groups = -(-rows // tiling.rows)
+        # As few CTAs as give the busiest one no more groups.
+        grid = -(-groups // -(-groups // self._processors))
+        w_map = self._matrix_map(matrix, variant.box_rows)
+        x_map = self._rows_map(x, variant.column_tiles * 8, variant.column_bytes)
+        args = (
+            0 if scales is None else scales.data_ptr(),
+            out.data_ptr(),
+            out.stride(0),
+            0 if residual is None else residual.data_ptr(),
+            0 if residual is None else residual.stride(0),
+            x.shape[0],
+            rows,
+            columns,
+            0 if scales is None else scales.shape[1],
+        )
+        if self._early:
+            kernel = _early_function(variant)
+            kernel.launch(grid, tiling.threads, (w_map.tobytes(), x_map.tobytes(), *args))
+            return
+        block = (tiling.threads,)
+        launch(_function(variant), (grid,), block, (w_map, x_map, *args), variant.shared_bytes)
+
+    def _matrix_map(self, matrix: torch.Tensor, box_rows: int) -> NDArray[np.void]:
+        """Made once for an address and a shape, which is all that is in it."""
+        key = (matrix.data_ptr(), *matrix.shape, matrix.element_size(), box_rows)
+        found = self._maps.get(key)
+        if found is None:
+            found = self._maps[key] = matrix_map(matrix, box_rows)
+        return found
+
+    def _rows_map(self, x: torch.Tensor, box_rows: int, column_bytes: int) -> NDArray[np.void]:
+        """Kept as well: the allocator hands out the same addresses step after step."""
+        key = (x.data_ptr(), *x.shape, x.stride(0), box_rows, column_bytes)
+        found = self._row_maps.get(key)
+        if found is None:
+            if len(self._row_maps) == _MOST_ROW_MAPS:
+                self._row_maps.clear()
+            boxes = -(-column_bytes // _BOX_COLUMN_BYTES)
+            found = self._row_maps[key] = rows_map(x, box_rows, column_bytes // boxes)
+        return found
+
+
+def _parts(weight: torch.Tensor | BlockFp8Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if isinstance(weight, BlockFp8Weight):
+        return weight.codes, weight.scales
+    return weight, None
+
+
+def _check(x: torch.Tensor, matrix: torch.Tensor, codes: bool, silu_mul: bool) -> None:
+    rows, columns = matrix.shape
+    expected = torch.bfloat16 if codes else matrix.dtype
+    if x.dtype != expected or x.dtype not in ELEMENTS:
+        raise ConfigError(f"linear: x is {x.dtype}, a weight of {matrix.dtype} takes {expected}")
+    if x.shape[1] != columns or x.stride(1) != 1 or not matrix.is_contiguous():
+        raise ConfigError(
+            f"linear: x {list(x.shape)} with strides {list(x.stride())} does not fit a contiguous "
+            f"weight [{rows}, {columns}]"
+        )
+    unit = 32 if silu_mul else 16
+    if rows % unit or columns % 64:
+        raise ConfigError(
+            f"linear: weight [{rows}, {columns}] needs a multiple of {unit} rows and of 64 columns"
+        )
+    if x.stride(0) % 8 or x.data_ptr() % 16:
+        raise ConfigError(f"linear: rows of x start at multiples of 16 bytes, not {x.stride(0)}")
+
+
+def _plain(
+    x: torch.Tensor,
+    weight: torch.Tensor | BlockFp8Weight,
+    residual: torch.Tensor | None,
+    silu_mul: bool,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    if isinstance(weight, BlockFp8Weight) or residual is not None or silu_mul:
+        raise ConfigError("linear: fp32 has no codes and no fused epilogue; use bf16")
+    rows, columns = weight.shape
+    if weight.dtype != torch.float32 or x.shape[1] != columns or columns % 4:
+        raise ConfigError(
+            f"linear: x {list(x.shape)} fp32 does not fit a weight {weight.dtype} [{rows}, "
+            f"{columns}] with a multiple of 4 columns"
+        )
+    if x.shape[0]:
+        launch(
+            load("gemm_plain.cu", names=("gemm_fp32",)).function("gemm_fp32"),
+            (-(-rows // 8), -(-x.shape[0] // MAX_ROWS)),
+            (256,),
+            (
+                weight.data_ptr(),
+                x.data_ptr(),
+                x.stride(0),
+                out.data_ptr(),
+                out.stride(0),
+                x.shape[0],
+                rows,
+                columns,
+            ),
+        )
+    return out
+
+
+@functools.cache
+def _function(variant: GemmVariant) -> Function:
+    source = variant.source
+    module = load(source.file, names=source.names, defines=dict(source.defines))
+    return module.function("gemm_skinny", shared=variant.shared_bytes)
+
+
+@functools.cache
+def _early_function(variant: GemmVariant) -> EarlyKernel:
+    require_gpu()
+    path, symbols = cached_cubin(variant.source, KERNEL_CACHE)
+    return EarlyKernel(path.read_bytes(), symbols["gemm_skinny"], variant.shared_bytes)
+
+
+def _variants() -> tuple[Variant, ...]:
+    kinds = ((torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True))
+    outputs = (
+        (Epilogue.NONE, False),
+        (Epilogue.NONE, True),
+        (Epilogue.RESIDUAL, False),
+        (Epilogue.SILU_MUL, False),
+    )
+    skinny = tuple(
+        GemmVariant(
+            dtype=dtype,
+            codes=codes,
+            column_tiles=column_tiles,
+            tiling=tiling,
+            epilogue=epilogue,
+            wide=wide,
+        ).source
+        for (dtype, codes), column_tiles, tiling, (epilogue, wide) in product(
+            kinds, (1, 2), TILINGS, outputs
+        )
+        if not (epilogue is Epilogue.SILU_MUL and tiling.tiles % 2)
+    )
+    return (*skinny, Variant(file="gemm_plain.cu", names=("gemm_fp32",)))
+
+
+VARIANTS = _variants()

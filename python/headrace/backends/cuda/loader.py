@@ -1,0 +1,183 @@
+"""Kernels on the device: compiled once a machine, loaded by CuPy, launched on torch's stream.
+
+Machine code is kept in a folder under the hash of everything that decides it (whole source text,
+options, architecture, names, compiler version), so a second process does not compile. CuPy loads
+it with `RawModule(path=...)`; its own cache would compile again for every name expression.
+No locks: a file appears under its name complete or not at all.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from headrace.backends.cuda.nvrtc import (
+    ARCH,
+    CudaUnavailable,
+    KernelError,
+    Variant,
+    compile_variant,
+    nvrtc_version,
+    read_source,
+)
+
+__all__ = ["CudaUnavailable", "KernelError", "KernelModule", "Variant", "launch", "load"]
+
+# A loaded `cupy.cuda.Function`; untyped because CuPy is optional and has no types.
+Function: TypeAlias = Any
+_CAPABILITY = (9, 0)
+
+
+class KernelModule:
+    """A loaded variant."""
+
+    def __init__(self, raw: Any, symbols: Mapping[str, str]) -> None:  # noqa: ANN401 (CuPy's)
+        self._raw = raw
+        self._symbols = symbols
+
+    def function(self, name: str, *, shared: int = 0) -> Function:
+        """The kernel of a name expression, ready for `launch`.
+
+        shared: largest dynamic shared memory a launch will ask for, bytes.
+
+        Raises
+        ------
+        KernelError
+            The variant has no such name.
+        """
+        if name not in self._symbols:
+            raise KernelError(f"kernel {name!r}: the module has {', '.join(self._symbols)}")
+        kernel = self._raw.get_function(self._symbols[name])
+        if shared:
+            kernel.max_dynamic_shared_size_bytes = shared
+        return kernel.kernel
+
+
+def load(
+    file: str,
+    *,
+    names: Sequence[str],
+    defines: Mapping[str, str | int] | None = None,
+    options: Sequence[str] = (),
+    arch: str = ARCH,
+    cache: Path | None = None,
+) -> KernelModule:
+    """Compile, or take from the cache, and load a variant on the current device.
+
+    cache: folder for machine code, default `~/.cache/headrace/kernels`.
+
+    Raises
+    ------
+    CudaUnavailable
+        No GPU of compute capability 9.0, no CuPy or no NVRTC.
+    KernelError
+        The compiler refuses the source.
+    """
+    return load_variant(
+        Variant(
+            file=file,
+            names=tuple(names),
+            defines=tuple((defines or {}).items()),
+            options=tuple(options),
+            arch=arch,
+        ),
+        cache=cache,
+    )
+
+
+def load_variant(variant: Variant, *, cache: Path | None = None) -> KernelModule:
+    """`load` for a variant of a registry. Loaded once a process and device; raises as `load`."""
+    require_gpu()
+    return _loaded(variant, torch.cuda.current_device(), cache)
+
+
+@functools.cache
+def _loaded(variant: Variant, _device: int, cache: Path | None) -> KernelModule:
+    path, symbols = cached_cubin(variant, cache or Path.home() / ".cache" / "headrace" / "kernels")
+    return KernelModule(_cupy().RawModule(path=str(path)), symbols)
+
+
+def cached_cubin(variant: Variant, folder: Path) -> tuple[Path, dict[str, str]]:
+    """Path of the machine code in the cache and symbols by name; needs no GPU. Raises as `load`."""
+    source = read_source(variant.file)
+    key = json.dumps([nvrtc_version(), variant.flags, variant.names, source]).encode()
+    stem = f"{Path(variant.file).stem}-{hashlib.sha256(key).hexdigest()[:32]}"
+    path, index = folder / f"{stem}.cubin", folder / f"{stem}.json"
+    if not index.is_file() or not path.is_file():
+        compiled = compile_variant(variant, source)
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_whole(path, compiled.cubin)
+        # Last: whoever sees the index finds the code.
+        _write_whole(index, json.dumps(compiled.symbols).encode())
+        return path, compiled.symbols
+    symbols: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))
+    return path, symbols
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
+    with os.fdopen(handle, "wb") as file:
+        file.write(content)
+    Path(temporary).replace(path)
+
+
+@dataclass(slots=True)
+class _Stream:
+    """What CuPy asks of a stream: its address."""
+
+    ptr: int
+
+
+def launch(
+    function: Function,
+    grid: tuple[int, ...],
+    block: tuple[int, ...],
+    args: tuple[object, ...],
+    shared: int = 0,
+) -> None:
+    """Launch on torch's current stream, also while a CUDA graph captures it.
+
+    args: addresses and integers as Python integers (the kernel takes the low bytes of its
+    parameter), floats as `numpy.float32`; the caller keeps the memory alive. A Python float would
+    arrive as a double.
+    """
+    device = torch.cuda.current_device()
+    stream = _Stream(torch._C._cuda_getCurrentRawStream(device))
+    function(grid, block, args, shared, stream)
+
+
+@functools.cache
+def require_gpu() -> None:
+    """Check once that the current machine can run the kernels.
+
+    Raises
+    ------
+    CudaUnavailable
+        No GPU of compute capability 9.0, or no CuPy.
+    """
+    if not torch.cuda.is_available():
+        raise CudaUnavailable("no CUDA device: torch.cuda.is_available() is False")
+    found = torch.cuda.get_device_capability()
+    if found != _CAPABILITY:
+        raise CudaUnavailable(
+            f"compute capability {found[0]}.{found[1]}: the kernels are built for "
+            f"{_CAPABILITY[0]}.{_CAPABILITY[1]}"
+        )
+    _cupy()
+
+
+def _cupy() -> Any:  # noqa: ANN401 (CuPy has no types)
+    try:
+        import cupy
+    except ImportError as error:
+        raise CudaUnavailable(
+            f"no CuPy ({error}): install the extra headrace[cuda] (cupy-cuda13x)"
+        ) from error
+    return cupy
