@@ -20,6 +20,8 @@ mod job;
 #[cfg(all(test, loom))]
 mod loom_tests;
 mod machine;
+#[cfg(all(test, not(loom)))]
+mod sim_tests;
 mod stats;
 mod step;
 #[cfg(all(test, not(loom)))]
