@@ -264,6 +264,7 @@ impl Trace {
         let config = QueueConfig {
             deadline: DEADLINE,
             max_jobs: 64,
+            copy_check: false,
             on_done: Box::new(move |job, outcome| list.lock().unwrap().push((job, outcome))),
         };
         let edges = Edges { missing };

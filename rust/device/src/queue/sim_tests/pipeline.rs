@@ -56,6 +56,7 @@ impl Pipeline {
         let config = QueueConfig {
             deadline: Duration::from_hours(1),
             max_jobs: 8,
+            copy_check: false,
             on_done: Box::new(|_, outcome| assert_eq!(outcome, CopyOutcome::Done)),
         };
         let memory = Arc::new(memory);
