@@ -85,8 +85,8 @@ class ForkedProcess(HeadraceError, RuntimeError):
 class CopyError(HeadraceError, RuntimeError):
     """A copy between host and device failed or did not end in time; what it wrote is not valid.
 
-    `job`, `page`, `plane`, `layer`: what is known of the place, else None. `settled` is False if the
-    device may still touch the job's pages: they must not be handed out again.
+    `job`, `page`, `plane`, `layer`: what is known of the place, else None. `settled` is False if
+    the device may still touch the job's pages: they must not be handed out again.
     """
 
     job: int

@@ -20,6 +20,8 @@ mod job;
 #[cfg(all(test, loom))]
 mod loom_tests;
 mod machine;
+#[cfg(all(test, not(loom)))]
+mod sim_tests;
 mod stats;
 mod step;
 #[cfg(all(test, not(loom)))]
@@ -34,7 +36,7 @@ use headrace_core::sync::Mutex;
 use headrace_core::{CopyFailure, CopyOutcome, Error, PlanKind, Result};
 
 use crate::clock::{Deadline, monotonic_ns};
-use crate::device::{Device, Stream, Ticket};
+use crate::device::{Device, Stream, Sums, Ticket};
 use crate::regions::CopyMemory;
 use desk::{Command, Desk};
 use edges::{Edge, Edges};
@@ -54,6 +56,9 @@ pub struct QueueConfig {
     pub deadline: Duration,
     /// Jobs that may live at once; more are refused with `CopyQueueFull`.
     pub max_jobs: usize,
+    /// Compare checksums of what is stored and later loaded, per piece, plane and layer. For tests:
+    /// every byte is read once more.
+    pub copy_check: bool,
     /// Called once for every job.
     pub on_done: OnDone,
 }
@@ -66,6 +71,7 @@ struct Shared {
     /// Of its own, so that a device that wakes the worker keeps nothing else alive.
     desk: Arc<Desk>,
     stats: Mutex<Stats>,
+    sums: Option<Arc<Sums>>,
     edges: Edges,
 }
 
@@ -88,6 +94,7 @@ impl Shared {
             device,
             desk: Arc::new(Desk::new(config.max_jobs)),
             stats: Mutex::new(Stats::new(layers)),
+            sums: config.copy_check.then(Arc::default),
             memory,
             config,
             edges,

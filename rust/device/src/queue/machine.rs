@@ -200,10 +200,11 @@ impl Machine {
             drop(stats);
             let failed = matches!(outcome, CopyOutcome::Failed(_));
             (self.shared.config.on_done)(job.id, outcome);
+            // The id is free before those who wait for the step go on.
+            self.shared.desk.finish(job.id);
             if let Some(step) = &job.step {
                 step.job_over(job.id, failed);
             }
-            self.shared.desk.finish(job.id);
         }
     }
 
@@ -416,6 +417,7 @@ impl Machine {
             plan,
             layer: kind,
             k,
+            sums: self.shared.sums.clone(),
         };
         match self.shared.device.copy(stream, how, batch) {
             Ok(()) => {

@@ -50,6 +50,10 @@ struct Queue {
 }
 
 fn queue_with(deadline: Duration, max_jobs: usize) -> Queue {
+    queue_checked(deadline, max_jobs, false)
+}
+
+fn queue_checked(deadline: Duration, max_jobs: usize, copy_check: bool) -> Queue {
     let world = World::new();
     let device = Arc::new(CpuDevice::new(None).unwrap());
     let (sender, outcomes) = channel();
@@ -57,6 +61,7 @@ fn queue_with(deadline: Duration, max_jobs: usize) -> Queue {
     let config = QueueConfig {
         deadline,
         max_jobs,
+        copy_check,
         on_done: Box::new(move |job, outcome| {
             sender.lock().unwrap().send((job, outcome)).unwrap();
         }),
@@ -380,9 +385,46 @@ fn limits_of_zero_are_refused() {
         let config = QueueConfig {
             deadline,
             max_jobs,
+            copy_check: false,
             on_done: Box::new(|_, _| ()),
         };
         let queue = CopyQueue::new(device.clone(), world.memory.clone(), config);
         assert!(matches!(queue.err(), Some(Error::Config { .. })));
     }
+}
+
+#[test]
+fn a_checked_load_of_other_bytes_than_were_stored_fails() {
+    let q = queue_checked(LONG, 64, true);
+    q.world.fill_device();
+    let kv = vec![piece(2, 6, world::PAGE), piece(5, 7, 3)];
+    let state = vec![StatePiece {
+        device_slot: 0,
+        host_slot: 1,
+    }];
+    let store = StoreJob {
+        job: 1,
+        kv: kv.clone(),
+        state: state.clone(),
+    };
+    let after = q.queue.record_compute().unwrap();
+    q.queue.submit_store(store, after).unwrap();
+    q.queue.drain(LONG).unwrap();
+    let load = |job| {
+        let (kv, state) = (kv.clone(), state.clone());
+        let step = q.queue.start_step(vec![LoadJob { job, kv, state }], None);
+        step.unwrap().finish().unwrap()
+    };
+    assert_eq!(load(2), Vec::<u64>::new());
+    for plane in 0..q.world.memory.planes().len() {
+        let undo = q.world.corrupt_host(plane, &kv, &state);
+        assert_eq!(load(3), [3]);
+        let (_, outcome) = q.outcomes.iter().find(|(job, _)| *job == 3).unwrap();
+        let failure = failed(&outcome);
+        let name = q.world.memory.planes().name(plane);
+        assert_eq!(failure.plane.as_deref(), Some(name));
+        assert!(failure.text.contains("checksum"), "{failure}");
+        undo();
+    }
+    assert_eq!(load(4), Vec::<u64>::new());
 }
