@@ -183,6 +183,11 @@ impl Memory {
         std::mem::take(&mut self.step)
     }
 
+    /// Whether stores wait for being started.
+    pub(crate) fn has_stores(&self) -> bool {
+        !self.stores.is_empty()
+    }
+
     /// Stores to start once the step that is in flight, if any, has ended.
     pub(crate) fn take_stores(&mut self) -> Vec<StoreCopy> {
         std::mem::take(&mut self.stores)

@@ -129,11 +129,11 @@ impl Memory {
     }
 
     fn fill_windows(&mut self, seq: &mut Sequence) -> bool {
-        let tree = self.tree.as_ref().zip(seq.lease.as_ref());
-        if let Some((tree, lease)) = tree {
+        let mut shared = 0;
+        if let (Some(tree), Some(lease)) = (&self.tree, &seq.lease) {
             tree.window_hold(lease);
+            shared = tree.window_missing(lease);
         }
-        let shared = tree.map_or(0, |(tree, lease)| tree.window_missing(lease));
         let own = seq
             .tail
             .iter()
@@ -142,10 +142,10 @@ impl Memory {
         if shared + own == 0 {
             return true;
         }
+        self.evict_for_windows(shared + own);
         let Some(allocator) = &self.pages else {
             return false;
         };
-        // Opening raw pages must not take the last ones from under the HIGH pages it needs.
         let Ok(mut pages) = allocator.alloc(shared + own, PriorityClass::Low, seq.home) else {
             return false;
         };
@@ -167,6 +167,24 @@ impl Memory {
             }
         }
         true
+    }
+
+    /// Gives up cached pages for `n` LOW pages, if that is what they lack.
+    fn evict_for_windows(&mut self, n: usize) {
+        let (Some(pages), Some(tree)) = (&self.pages, &self.tree) else {
+            return;
+        };
+        let missing = n.saturating_sub(pages.available(PriorityClass::Low));
+        let raw = missing.div_ceil(pages.config().starts(PriorityClass::Low) as usize);
+        let stats = pages.stats();
+        let mine = (stats.low.cap - stats.low.used.min(stats.low.cap)) as usize;
+        // Beyond its share of the pool no free page would help.
+        if raw == 0 || stats.free as usize + raw > mine || tree.evictable_device() < raw {
+            return;
+        }
+        let evicted = tree.evict_device(raw);
+        self.release(evicted);
+        self.issue_stores();
     }
 
     /// Takes the window pages of a request that does not run in this step. True if it had any.

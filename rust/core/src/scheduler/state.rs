@@ -190,6 +190,8 @@ pub(super) struct State {
     pub(super) in_flight: Option<InFlight>,
     pub(super) last_epoch: Epoch,
     pub(super) memory: Memory,
+    /// Requests that ended while a plan was formed; the end of its step tells.
+    pub(super) ended: Vec<(RequestId, FinishReason)>,
     /// Outcomes of copies that nobody has looked at yet.
     pub(super) inbox: Vec<(u64, CopyOutcome)>,
     /// Requests that are gone but whose slot a copy still reads.
@@ -203,6 +205,7 @@ impl State {
         Self {
             memory,
             inbox: Vec::new(),
+            ended: Vec::new(),
             held_slots: BTreeMap::new(),
             closed: None,
             next_arrival: 0,
