@@ -43,6 +43,7 @@ class MemoryPlan:
 
     `budget_bytes` and what follows from it are None without a budget. A dense model has no state.
     `max_slots_that_fit` is at `context`, `max_context_that_fits` at `slots`; 0 if nothing fits.
+    Both are None if the number of pages is given; `max_pages_that_fit` is None with slots.
     `kv_bytes_total` is that of the pool: slots, or pages. `pages` and `stream` are None with slots,
     `host` without a host tier.
     """
@@ -65,6 +66,7 @@ class MemoryPlan:
     left_bytes: int | None = None
     max_slots_that_fit: int | None = None
     max_context_that_fits: int | None = None
+    max_pages_that_fit: int | None = None
     pages: "PagePlan | None" = None
     host: "HostPlan | None" = None
     stream: "StreamPlan | None" = None
@@ -297,10 +299,15 @@ def make_plan(
     )
     if budget_bytes is None:
         return plan
+    plan = replace(plan, budget_bytes=budget_bytes, left_bytes=budget_bytes - plan.total_bytes)
+    if paged:
+        for_pages = budget_bytes - plan.total_bytes + plan.kv_bytes_total
+        fits = max(0, for_pages // layout.bytes_per_page(page_size))
+        plan = replace(plan, max_pages_that_fit=fits)
+    if paged and num_pages is not None:
+        return plan
     return replace(
         plan,
-        budget_bytes=budget_bytes,
-        left_bytes=budget_bytes - plan.total_bytes,
         max_slots_that_fit=_largest(MAX_BATCH_SIZE, lambda n: total(n, context) <= budget_bytes),
         max_context_that_fits=_largest(
             config.max_position, lambda n: total(slots, n) <= budget_bytes
@@ -312,13 +319,18 @@ def check_fits(plan: MemoryPlan) -> None:
     """Raise `ConfigError` with the numbers if the plan has a budget and is beyond it."""
     if plan.left_bytes is None or plan.left_bytes >= 0:
         return
+    fits = []
+    if plan.max_slots_that_fit is not None:
+        fits.append(f"{plan.max_slots_that_fit} slots of {plan.context} tokens")
+        fits.append(f"{plan.slots} slots of {plan.max_context_that_fits}")
+    if plan.max_pages_that_fit is not None:
+        fits.append(f"{plan.max_pages_that_fit} pages")
     raise ConfigError(
         f"{plan.model} with {plan.slots} slots of {plan.context} tokens needs "
         f"{plan.total_bytes:,} bytes a rank (weights {plan.weights_bytes:,}, KV "
         f"{plan.kv_bytes_total:,}, state {plan.slots * plan.state_bytes_per_slot:,}, workspace "
         f"{plan.workspace_bytes:,}), {plan.budget_bytes:,} are there, {-plan.left_bytes:,} are "
-        f"missing; what fits is {plan.max_slots_that_fit} slots of {plan.context} tokens, or "
-        f"{plan.slots} slots of {plan.max_context_that_fits}; lower slots or context, or raise tp"
+        f"missing; what fits is {', or '.join(fits)}; lower slots, pages or context, or raise tp"
     )
 
 

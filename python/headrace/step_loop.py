@@ -30,6 +30,7 @@ from headrace.request import (
     TokenLogprobs,
 )
 from headrace.sampling import SampleResult
+from headrace.stats import collect
 from headrace.text.stream import TextStream
 from headrace.text.tokenizer import Tokenizer
 
@@ -141,13 +142,8 @@ class StepLoop:
             return list(self._live)
 
     def stats(self) -> dict[str, object]:
-        """Counts of the scheduler, its memory and its copies; each part true at one instant."""
-        return {
-            **self.scheduler.stats(),
-            "slots": self.engine.slots.stats(),
-            "memory": self.scheduler.memory_stats(),
-            "copies": None if self._copies is None else self._copies.stats(),
-        }
+        """Counts of requests, memory and copies by the names of `headrace.stats.collect`."""
+        return collect(self.scheduler, self.engine.slots, self._copies)
 
     @property
     def alive(self) -> bool:

@@ -81,7 +81,7 @@ class _Window:
     @property
     def load_s(self) -> float:
         """Time of one layer on the link."""
-        return self.layer_bytes / self.link_bytes_per_s
+        return float(self.layer_bytes / self.link_bytes_per_s)
 
     def step(self, compute_s: float) -> _Step:
         """All layers once: gate, compare what has arrived, wait, release."""

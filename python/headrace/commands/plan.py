@@ -189,11 +189,14 @@ def _print_table(plan: "MemoryPlan") -> None:
     # Wide enough for its lines when the output is no terminal.
     console = Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False)
     console.print(table)
+    fits = []
     if plan.max_slots_that_fit is not None:
-        console.print(
-            f"fits: {plan.max_slots_that_fit} slots of {plan.context:,} tokens, "
-            f"or {plan.slots} of {plan.max_context_that_fits:,}"
-        )
+        fits.append(f"{plan.max_slots_that_fit} slots of {plan.context:,} tokens")
+        fits.append(f"{plan.slots} of {plan.max_context_that_fits:,}")
+    if plan.max_pages_that_fit is not None:
+        fits.append(f"{plan.max_pages_that_fit:,} pages")
+    if fits:
+        console.print(f"fits: {', or '.join(fits)}")
     for line in _notes(plan):
         console.print(line)
 
