@@ -321,7 +321,7 @@ class Shadow:
         for layer, kind in enumerate(self.layers):
             if gates is not None:
                 gates.before_layer(layer)
-            for row, (live, start, end, span, table, decode) in enumerate(rows):
+            for row, (live, start, end, span, table, _decode) in enumerate(rows):
                 if live is None:
                     continue  # aborted between plan and forward: nobody asks for its tokens
                 slot = int(plan.slots[row])

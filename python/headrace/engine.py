@@ -31,6 +31,7 @@ from headrace.kv.memory import available_bytes
 from headrace.kv.state import StatePool
 from headrace.loading.build import LoadedModel, load_model
 from headrace.loading.resolve import resolve_model
+from headrace.models.step import Gates
 from headrace.request import (
     BatchDecodeResult,
     BatchedRequest,
@@ -40,7 +41,6 @@ from headrace.request import (
     check_request_id,
     check_token_ids,
 )
-from headrace.models.step import Gates
 from headrace.runner import ModelRunner, sampling_batch
 from headrace.sampling import SampleResult, sample
 from headrace.text.tokenizer import Tokenizer
@@ -203,6 +203,7 @@ class Engine:
             page_size=self.config.page_size,
             timeout_s=self.config.copy_timeout_s,
             link_bytes_per_s=self.config.link_bytes_per_s or None,
+            copy_check=self.config.copy_check,
         )
 
     def _memory_config(
@@ -300,8 +301,8 @@ class Engine:
     def allocate_batch_slots(self, n: int) -> None:
         """Set how many slots are in use, 1 to `max_batch_size`.
 
-        Raises `ConfigError` with pages, for another number, or if a slot that would go is taken; nothing
-        changes then.
+        Raises `ConfigError` with pages, for another number, or if a slot that would go is taken;
+        nothing changes then.
         """
         self._check_slots()
         limit = self.config.max_batch_size

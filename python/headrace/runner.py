@@ -43,7 +43,7 @@ class ModelRunner:
     def execute(self, plan: StepPlan, gates: Gates | None = None) -> SampleResult:
         """Compute all rows and sample one token for each row that wants one."""
         if not plan.num_rows:  # a step of copies alone
-            return SampleResult(token_ids=np.empty(0, np.int32), logprobs=[], bad_rows=[])
+            return SampleResult(token_ids=np.empty(0, np.int32), logprobs=[], bad_rows=())
         logits = self.forward(plan, gates)
         with torch.inference_mode():
             return sample(logits, sampling_batch(plan.sampling))

@@ -121,10 +121,13 @@ impl Memory {
     /// Pages a request streams in each step.
     fn streamed(&self, seq: &Sequence) -> usize {
         let path = self.path(seq.lease.as_ref());
-        let shared = path.iter().filter(|page| {
-            matches!(page.state, NodeState::Host | NodeState::Low)
-        });
-        let own = seq.tail.iter().filter(|place| matches!(place, Place::Low { .. }));
+        let shared = path
+            .iter()
+            .filter(|page| matches!(page.state, NodeState::Host | NodeState::Low));
+        let own = seq
+            .tail
+            .iter()
+            .filter(|place| matches!(place, Place::Low { .. }));
         shared.count() + own.count()
     }
 
@@ -183,7 +186,7 @@ impl Memory {
             return;
         }
         let evicted = tree.evict_device(raw);
-        self.release(evicted);
+        self.release(&evicted);
         self.issue_stores();
     }
 
@@ -213,7 +216,8 @@ impl Memory {
         let mut copies: BTreeMap<PageEntry, HostPage> = BTreeMap::new();
         for seq in rows.iter() {
             for page in self.path(seq.lease.as_ref()) {
-                if let (NodeState::Low, Some(device), Some(host)) = (page.state, page.device, page.host)
+                if let (NodeState::Low, Some(device), Some(host)) =
+                    (page.state, page.device, page.host)
                 {
                     copies.insert(device, host);
                 }
@@ -228,13 +232,18 @@ impl Memory {
                 }
             }
         }
-        let layers = self.pages.as_ref().map_or(0, |pages| pages.config().num_layers);
+        let layers = self
+            .pages
+            .as_ref()
+            .map_or(0, |pages| pages.config().num_layers);
         if copies.is_empty() || layers == 0 {
             return;
         }
         // In order of the host pages, so that neighbours merge.
-        let mut ordered: Vec<(HostPage, PageEntry)> =
-            copies.into_iter().map(|(page, host)| (host, page)).collect();
+        let mut ordered: Vec<(HostPage, PageEntry)> = copies
+            .into_iter()
+            .map(|(page, host)| (host, page))
+            .collect();
         ordered.sort_unstable();
         let pages: Vec<PageEntry> = ordered.iter().map(|&(_, page)| page).collect();
         self.pin(&pages, true);

@@ -148,7 +148,11 @@ impl State {
             return Some(Outcome::Gone);
         };
         // A copy that has not ended although its step has is as good as failed.
-        let live = request.seq.loads.iter().find(|&&job| self.memory.is_live(job));
+        let live = request
+            .seq
+            .loads
+            .iter()
+            .find(|&&job| self.memory.is_live(job));
         if let Some(job) = live {
             let why = format!("copy job {job} did not end with its step");
             request.broken.get_or_insert(why);

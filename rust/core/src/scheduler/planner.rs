@@ -362,7 +362,10 @@ impl State {
             }
         }
         keys.sort_by_key(|key| {
-            let waited = self.running.get(key).map_or(0, |request| request.seq.waited);
+            let waited = self
+                .running
+                .get(key)
+                .map_or(0, |request| request.seq.waited);
             (Reverse(waited), *key)
         });
         let headroom = match self.memory.config().admission {
@@ -376,10 +379,7 @@ impl State {
                 self.defer(key);
                 continue;
             };
-            loop {
-                let Some(request) = self.running.get_mut(&key) else {
-                    break;
-                };
+            while let Some(request) = self.running.get_mut(&key) {
                 let opened = self.memory.open_windows(&mut request.seq, &mut left);
                 match opened {
                     Some(true) => {
