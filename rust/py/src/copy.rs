@@ -127,7 +127,6 @@ impl CopyQueue {
     #[new]
     #[pyo3(signature = (device, planes, *, deadline=30.0, max_jobs=1024, max_outcomes=16384,
         copy_check=false))]
-    #[expect(clippy::too_many_arguments, reason = "keywords, one per limit")]
     fn new(
         py: Python<'_>,
         device: &CpuDevice,

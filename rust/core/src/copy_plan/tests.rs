@@ -1,4 +1,8 @@
 //! Plans against byte lists that are written out one by one.
+#![expect(
+    clippy::unwrap_used,
+    reason = "a helper of a test fails by panicking, as a test does"
+)]
 
 use proptest::prelude::*;
 

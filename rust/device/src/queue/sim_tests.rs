@@ -1,5 +1,11 @@
 //! The protocol on the simulated device: random interleavings, every edge left out once, and the
 //! exact times of streaming on the virtual clock.
+#![expect(
+    clippy::unwrap_used,
+    clippy::panic,
+    clippy::print_stdout,
+    reason = "a helper of a test fails by panicking, as a test does, and says which seed"
+)]
 
 mod engine;
 mod pipeline;

@@ -1,4 +1,9 @@
 //! The queue with its worker over the CPU device.
+#![expect(
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "a helper of a test fails by panicking, as a test does"
+)]
 
 mod world;
 
@@ -42,18 +47,18 @@ fn load(job: u64, pages: &[(u32, u32)]) -> LoadJob {
     }
 }
 
-struct Queue {
+struct Bench {
     world: World,
     device: Arc<CpuDevice>,
     queue: CopyQueue,
     outcomes: Receiver<(u64, CopyOutcome)>,
 }
 
-fn queue_with(deadline: Duration, max_jobs: usize) -> Queue {
+fn queue_with(deadline: Duration, max_jobs: usize) -> Bench {
     queue_checked(deadline, max_jobs, false)
 }
 
-fn queue_checked(deadline: Duration, max_jobs: usize, copy_check: bool) -> Queue {
+fn queue_checked(deadline: Duration, max_jobs: usize, copy_check: bool) -> Bench {
     let world = World::new();
     let device = Arc::new(CpuDevice::new(None).unwrap());
     let (sender, outcomes) = channel();
@@ -67,7 +72,7 @@ fn queue_checked(deadline: Duration, max_jobs: usize, copy_check: bool) -> Queue
         }),
     };
     let queue = CopyQueue::new(device.clone(), world.memory.clone(), config).unwrap();
-    Queue {
+    Bench {
         world,
         device,
         queue,
@@ -75,11 +80,11 @@ fn queue_checked(deadline: Duration, max_jobs: usize, copy_check: bool) -> Queue
     }
 }
 
-fn queue() -> Queue {
+fn queue() -> Bench {
     queue_with(LONG, 64)
 }
 
-impl Queue {
+impl Bench {
     fn outcome(&self) -> (u64, CopyOutcome) {
         self.outcomes.recv_timeout(LONG).unwrap()
     }

@@ -177,7 +177,6 @@ impl Memory {
                 cell.readers += 1;
                 let cell = *cell;
                 match *wanted {
-                    Wanted::Garbage => {}
                     Wanted::Version(wanted) if cell.version != wanted => {
                         let what = format!("reads version {}, not {wanted}", cell.version);
                         self.violate(&access.name, at, &what);
@@ -185,7 +184,7 @@ impl Memory {
                     Wanted::Stable | Wanted::Version(_) if cell.writers > 0 => {
                         self.violate(&access.name, at, "reads what is being written");
                     }
-                    Wanted::Stable | Wanted::Version(_) => {}
+                    Wanted::Garbage | Wanted::Stable | Wanted::Version(_) => {}
                 }
             }
         }

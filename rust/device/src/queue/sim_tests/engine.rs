@@ -155,13 +155,16 @@ enum Lease {
     },
 }
 
+/// (flat page, content) of a window, its first running index, its job.
+type LowRows = (Vec<(u32, Content)>, u64, u64);
+
 /// The step whose forward is being enqueued.
 struct Forward {
     handle: StepHandle,
     /// (page, content, job that loads it)
     reads: Vec<(usize, Content, Option<u64>)>,
     states: Vec<(usize, Content, Option<u64>)>,
-    window: Option<(Vec<(u32, Content)>, u64, u64)>,
+    window: Option<LowRows>,
     /// Page that gets new tokens.
     tail: Option<(usize, Content)>,
     /// New content of a state slot that is updated in place.

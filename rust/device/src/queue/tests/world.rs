@@ -1,4 +1,5 @@
 //! A small hybrid model in memory: KV in every other layer, planes of odd sizes.
+#![expect(clippy::cast_possible_truncation, reason = "test memory is small")]
 
 use std::sync::Arc;
 
