@@ -540,15 +540,10 @@ fn run(setup: Setup, ops: Vec<Op>) {
     machine.drain();
 }
 
-/// `PROPTEST_CASES`, which a longer run sets, or so many.
-fn cases(usual: u32) -> u32 {
-    let asked = std::env::var("PROPTEST_CASES").ok();
-    asked.and_then(|text| text.parse().ok()).unwrap_or(usual)
-}
-
 proptest! {
     #![proptest_config(ProptestConfig {
-        cases: cases(150),
+        // 128 in an ordinary run; `PROPTEST_CASES` sets twice the number of a longer one.
+        cases: ProptestConfig::default().cases.div_ceil(2),
         max_shrink_iters: 3000,
         ..ProptestConfig::default()
     })]
