@@ -431,7 +431,10 @@ impl Memory {
             (resident, load) = usable(&self.path(lease.as_ref()));
         }
         let room = self.available();
-        if room < load + 1 || !self.has_room(ask, resident, room) {
+        if room < load + 1
+            || !self.has_room(ask, resident, room)
+            || (load > 0 && self.is_loading(lease.as_ref()))
+        {
             drop(lease);
             self.sweep();
             return None;
@@ -453,6 +456,13 @@ impl Memory {
             host: load * self.page,
             streamed: 0,
         })
+    }
+
+    /// Whether a part of the path is on its way to the device: what comes after it can be loaded
+    /// only once it is there, as a load that fails must not leave a page without those before it.
+    fn is_loading(&self, lease: Option<&Lease>) -> bool {
+        let path = self.path(lease);
+        path.iter().any(|page| page.state == NodeState::Loading)
     }
 
     /// Whether the running requests and this one can all go on, by the admission mode.
@@ -948,23 +958,28 @@ impl Memory {
         }
         self.transfer(&pages, Owner::Request, Owner::Copy);
         let reads_slot = snapshot.is_some();
-        let job = self.new_job(Job::Park {
-            key,
-            pages,
-            host,
-            snapshot,
-            reads_slot,
-            orphan: false,
+        // All of it may be in the tree already.
+        let job = (reads_slot || !kv.is_empty()).then(|| {
+            self.new_job(Job::Park {
+                key,
+                pages,
+                host,
+                snapshot,
+                reads_slot,
+                orphan: false,
+            })
         });
         if reads_slot {
             *self.slot_reads.entry(key).or_default() += 1;
         }
-        self.push_store(job, kv, snapshot.map(|host_slot| (slot.index(), host_slot)));
+        if let Some(job) = job {
+            self.push_store(job, kv, snapshot.map(|host_slot| (slot.index(), host_slot)));
+        }
         seq.parked = Some(Parked {
             prefix,
             tokens: computed,
             snapshot,
-            job: Some(job),
+            job,
         });
         seq.lease = None;
         seq.touch();
@@ -1000,7 +1015,10 @@ impl Memory {
         let room = self.available();
         // A full last page needs another one to go on.
         let next = usize::from(parked.tokens.is_multiple_of(self.page));
-        if room < load + own + next || (!low && !self.has_room(ask, resident, room)) {
+        if room < load + own + next
+            || (!low && !self.has_room(ask, resident, room))
+            || (load > 0 && self.is_loading(lease.as_ref()))
+        {
             drop(lease);
             self.sweep();
             return Some(Admitted::No);
@@ -1043,17 +1061,19 @@ impl Memory {
             device_slot: ask.slot.index(),
             host_slot,
         });
-        let job = self.new_job(Job::Load {
-            tree: None,
-            private,
-            parked: (hosts, parked.snapshot),
-        });
-        seq.loads.push(job);
-        self.step.loads.push(LoadCopy {
-            job,
-            kv,
-            state: state.into_iter().collect(),
-        });
+        if state.is_some() || !kv.is_empty() {
+            let job = self.new_job(Job::Load {
+                tree: None,
+                private,
+                parked: (hosts, parked.snapshot),
+            });
+            seq.loads.push(job);
+            self.step.loads.push(LoadCopy {
+                job,
+                kv,
+                state: state.into_iter().collect(),
+            });
+        }
         seq.parked = None;
         seq.lease = lease;
         seq.touch();
