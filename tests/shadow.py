@@ -226,6 +226,8 @@ class Shadow:
                 end = int(plan.starts[row]) + int(np.diff(plan.token_offsets)[row])
                 token = next_token(live.upto(end)[-1])
                 tokens[i] = token if good[row] else (token + 1) % VOCAB
+        if self.settled and self.queue is not None:
+            self.queue.drain()
         finished, accepted = self.scheduler.commit(plan, tokens)
         for i, row in enumerate(samples):
             if accepted[i] and rows[row] in self.live:

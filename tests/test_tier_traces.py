@@ -86,7 +86,7 @@ def test_host_tier_of_eight_pages_under_random_requests(hybrid, total):
     with Shadow(
         pages=12,
         host_pages=8,
-        layers=2,
+        layers=4,
         slots=4,
         hybrid=hybrid,
         snapshots=4,
@@ -148,7 +148,7 @@ def test_a_long_prompt_comes_back_from_the_host_after_noise(layout, hybrid, part
         if host == "full":
             assert device + from_host >= 0.99 * (length - 1) // PAGE * PAGE
             assert from_host >= 0.9 * length
-        short = tokens(PAGE * (host_pages // 2), 99)
+        short = tokens(min(PAGE * (host_pages // 2), length // 4), 99)
         shadow.submit(short, 2)
         shadow.run()
         hit = shadow.submit(short, 2)
@@ -162,7 +162,9 @@ def test_the_same_trace_gives_the_same_hits(hybrid):
     """LEK-07, PFX: copies settled between steps, so that time decides nothing."""
     found = []
     for _ in range(2):
-        with Shadow(pages=24, host_pages=40, hybrid=hybrid, slots=3, settled=True) as shadow:
+        with Shadow(
+            pages=24, layers=4, host_pages=40, hybrid=hybrid, slots=3, settled=True
+        ) as shadow:
             soak(shadow, Traffic(3, 500, low=0.3), 150, aborts=0.0)
             shadow.drain()
             stats = shadow.stats()
@@ -179,6 +181,7 @@ def test_abort_all_at_any_step_leaves_nothing_behind(layout, hybrid):
     options = {
         "pages": 14 if layout == "paged" else None,
         "host_pages": 24,
+        "layers": 4,
         "hybrid": hybrid,
         "slots": 3,
         "budget": 64,
@@ -306,6 +309,7 @@ def test_failed_and_late_copies_never_show_in_tokens(stream, fault, hybrid):
             continue
         with Shadow(
             pages=12 if layout == "paged" else None,
+            layers=4,
             host_pages=30,
             hybrid=hybrid,
             slots=3,

@@ -129,23 +129,28 @@ impl Memory {
         }
         self.transfer(&pages, Owner::Request, Owner::Copy);
         let reads_slot = snapshot.is_some();
-        let job = self.new_job(Job::Park {
-            key,
-            pages,
-            host,
-            snapshot,
-            reads_slot,
-            orphan: false,
+        // All of it may be in the tree already.
+        let job = (reads_slot || !kv.is_empty()).then(|| {
+            self.new_job(Job::Park {
+                key,
+                pages,
+                host,
+                snapshot,
+                reads_slot,
+                orphan: false,
+            })
         });
         if reads_slot {
             *self.slot_reads.entry(key).or_default() += 1;
         }
-        self.push_store(job, kv, snapshot.map(|host_slot| (slot.index(), host_slot)));
+        if let Some(job) = job {
+            self.push_store(job, kv, snapshot.map(|host_slot| (slot.index(), host_slot)));
+        }
         seq.parked = Some(Parked {
             prefix,
             tokens: computed,
             snapshot,
-            job: Some(job),
+            job,
         });
         seq.lease = None;
         seq.touch();
@@ -237,17 +242,19 @@ impl Memory {
             device_slot: ask.slot.index(),
             host_slot,
         });
-        let job = self.new_job(Job::Load {
-            tree: None,
-            private,
-            parked: (hosts, parked.snapshot),
-        });
-        seq.loads.push(job);
-        self.step.loads.push(LoadCopy {
-            job,
-            kv,
-            state: state.into_iter().collect(),
-        });
+        if state.is_some() || !kv.is_empty() {
+            let job = self.new_job(Job::Load {
+                tree: None,
+                private,
+                parked: (hosts, parked.snapshot),
+            });
+            seq.loads.push(job);
+            self.step.loads.push(LoadCopy {
+                job,
+                kv,
+                state: state.into_iter().collect(),
+            });
+        }
         seq.parked = None;
         seq.lease = lease;
         seq.touch();
