@@ -17,6 +17,7 @@ use super::Shared;
 use super::desk::Command;
 use super::edges::Edge;
 use super::job::{LoadJob, StoreJob, WindowJob};
+use super::lost::Lost;
 use super::step::{Readers, Span, Step};
 use crate::device::{Fault, LayerCopy, Progress, Stream, Ticket};
 
@@ -69,6 +70,7 @@ pub(super) struct Machine {
     steps: VecDeque<ActiveStep>,
     stores: VecDeque<(Key, Ticket)>,
     flights: [VecDeque<Flight>; 4],
+    lost: Lost,
     /// The newest step whose window is wholly submitted.
     last_window: Option<Arc<Step>>,
     outcomes: Vec<(Job, CopyOutcome)>,
@@ -83,6 +85,7 @@ impl Machine {
             steps: VecDeque::new(),
             stores: VecDeque::new(),
             flights: Default::default(),
+            lost: Lost::default(),
             last_window: None,
             outcomes: Vec::new(),
         }
@@ -206,6 +209,16 @@ impl Machine {
                 step.job_over(job.id, failed);
             }
         }
+    }
+
+    /// Jobs that ended without success and are not delivered yet.
+    #[cfg(all(test, not(loom)))]
+    pub(super) fn failed(&self) -> impl Iterator<Item = u64> + '_ {
+        let failed = self
+            .outcomes
+            .iter()
+            .filter(|(_, o)| *o != CopyOutcome::Done);
+        failed.map(|(job, _)| job.id)
     }
 
     // Submission.
@@ -400,6 +413,13 @@ impl Machine {
         if bytes == 0 {
             return 0;
         }
+        let lost = self.shared.edges.keeps(Edge::LostPages) && self.lost.blocks(&plan);
+        if !job.submitted && lost {
+            let text = "names a page that a copy which never ended may still touch";
+            let failure = CopyFailure::of(job.id, text);
+            self.fail(key, &failure);
+            return 0;
+        }
         if !job.submitted {
             if !self.shared.desk.submitted(job.id) {
                 job.cancelled = true;
@@ -572,6 +592,9 @@ impl Machine {
             let Some(job) = self.jobs.get(&key) else {
                 continue;
             };
+            if let (false, Some(plan)) = (settled, &job.plan) {
+                self.lost.add(plan);
+            }
             let failure = CopyFailure {
                 layer: layer.and_then(|layer| u32::try_from(layer).ok()),
                 settled,
@@ -621,8 +644,9 @@ impl Machine {
             return;
         }
         if let Some(mut job) = self.jobs.remove(&key) {
+            let cancelled = self.shared.desk.end(job.id);
             let outcome = match job.failure.take() {
-                _ if job.cancelled => CopyOutcome::Cancelled,
+                _ if cancelled => CopyOutcome::Cancelled,
                 Some(failure) => CopyOutcome::Failed(Box::new(failure)),
                 None => CopyOutcome::Done,
             };
