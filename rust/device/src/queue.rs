@@ -19,6 +19,7 @@ mod edges;
 mod job;
 #[cfg(all(test, loom))]
 mod loom_tests;
+mod lost;
 mod machine;
 #[cfg(all(test, not(loom)))]
 mod sim_tests;

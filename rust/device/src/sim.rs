@@ -58,6 +58,7 @@ struct Sim {
     injections: Vec<(Stream, u64, SimFault)>,
     /// Jobs whose bytes are garbage by injection or by the caller's word.
     excused: BTreeSet<u64>,
+    copied: BTreeSet<u64>,
     /// What abandoned copies may still touch.
     ghosts: Vec<Access>,
     out_of_order: bool,
@@ -111,6 +112,7 @@ impl SimDevice {
                 cost,
                 injections: Vec::new(),
                 excused: BTreeSet::new(),
+                copied: BTreeSet::new(),
                 ghosts: Vec::new(),
                 out_of_order: false,
             }),
@@ -152,6 +154,11 @@ impl SimDevice {
         self.state
             .lock()
             .push(Stream::Compute, Op::Metadata(cost_ns));
+    }
+
+    /// Whether a copy of this job was ever submitted.
+    pub fn has_copied(&self, job: u64) -> bool {
+        self.state.lock().copied.contains(&job)
     }
 
     /// Virtual time.
@@ -396,6 +403,7 @@ impl Device for SimDevice {
         if fault == Some(SimFault::Refuse) {
             return Err(Error::request("copy", "refused", "no injected refusal"));
         }
+        sim.copied.insert(batch.job);
         sim.push(stream, Op::Copy(batch, fault));
         Ok(())
     }

@@ -78,6 +78,7 @@ needed! {
     failure_is_reported: Some(Edge::FailureReported), None;
     refusal_is_reported: Some(Edge::RefusalReported), None;
     failure_opens_the_gates: Some(Edge::FailureOpensGates), None;
+    lost_pages_are_left_alone: Some(Edge::LostPages), None;
     submitted_jobs_are_not_cancelled: Some(Edge::CancelBeforeSubmit), None;
     pages_are_fenced_by_the_step: None, Some(Slip::ReuseBeforeRetired);
     unsettled_pages_stay_lost: None, Some(Slip::ReuseUnsettled);

@@ -229,22 +229,33 @@ fn a_copy_that_never_ends_fails_its_job_and_the_queue_goes_on() {
 }
 
 #[test]
-fn a_window_copy_that_never_ends_opens_the_gates_of_its_step() {
+fn a_window_copy_that_never_ends_opens_the_gates_and_its_pages_are_left_alone() {
     let q = queue_with(SHORT, 64);
     q.device.inject(Stream::Window, 3, Injection::Hang);
-    let window = |job, k0| WindowJob {
+    let window = |job, page, k0| WindowJob {
         job,
-        pieces: vec![piece(1, 1, world::PAGE)],
+        pieces: vec![piece(page, 1, world::PAGE)],
         k0,
         width: 2,
     };
-    let step = q.queue.start_step(Vec::new(), Some(window(1, 0))).unwrap();
-    q.forward(&step);
-    assert_eq!(step.finish().unwrap(), [1]);
-    let k0 = u64::from(world::KV_LAYERS);
-    let step = q.queue.start_step(Vec::new(), Some(window(2, k0))).unwrap();
-    q.forward(&step);
-    assert_eq!(step.finish().unwrap(), Vec::<u64>::new());
+    // The page of the first may still be written: the second must not touch it.
+    for (job, page, failed) in [(1, 1, true), (2, 1, true), (3, 2, false)] {
+        let k0 = (job - 1) * u64::from(world::KV_LAYERS);
+        let window = Some(window(job, page, k0));
+        let step = q.queue.start_step(Vec::new(), window).unwrap();
+        q.forward(&step);
+        let wanted = if failed { vec![job] } else { Vec::new() };
+        assert_eq!(step.finish().unwrap(), wanted);
+    }
+    let settled: Vec<bool> = q
+        .outcomes
+        .try_iter()
+        .map(|(_, outcome)| match outcome {
+            CopyOutcome::Failed(failure) => failure.settled,
+            _ => true,
+        })
+        .collect();
+    assert_eq!(settled, [false, true, true]);
 }
 
 #[test]

@@ -133,6 +133,14 @@ impl Access {
     }
 }
 
+impl Access {
+    /// Reads that nobody may disturb. A lost row reads what it likes, also what is being written.
+    fn held_reads(&self) -> impl Iterator<Item = &(Range<u64>, Wanted)> {
+        let reads = self.reads.iter();
+        reads.filter(|(_, wanted)| !matches!(wanted, Wanted::Garbage))
+    }
+}
+
 #[derive(Default)]
 pub(super) struct Memory {
     cells: BTreeMap<u64, Cell>,
@@ -171,7 +179,7 @@ impl Memory {
         if let Some(at) = unmapped.map(|range| range.start) {
             self.violate(&access.name, at, "touches unmapped memory");
         }
-        for (range, wanted) in &access.reads {
+        for (range, wanted) in access.held_reads() {
             for at in range.clone() {
                 let cell = self.cells.entry(at).or_default();
                 cell.readers += 1;
@@ -184,7 +192,7 @@ impl Memory {
                     Wanted::Stable | Wanted::Version(_) if cell.writers > 0 => {
                         self.violate(&access.name, at, "reads what is being written");
                     }
-                    Wanted::Garbage | Wanted::Stable | Wanted::Version(_) => {}
+                    Wanted::Stable | Wanted::Version(_) | Wanted::Garbage => {}
                 }
             }
         }
@@ -195,8 +203,7 @@ impl Memory {
                 let cell = *cell;
                 // A kernel's own reads of what it updates in place came first.
                 let own = access
-                    .reads
-                    .iter()
+                    .held_reads()
                     .filter(|(read, _)| read.contains(&at))
                     .count();
                 if cell.readers as usize > own || cell.writers > 1 {
@@ -222,7 +229,7 @@ impl Memory {
                 cell.writers = cell.writers.saturating_sub(1);
             }
         }
-        for (range, _) in &access.reads {
+        for (range, _) in access.held_reads() {
             for at in range.clone() {
                 let cell = self.cells.entry(at).or_default();
                 cell.readers = cell.readers.saturating_sub(1);

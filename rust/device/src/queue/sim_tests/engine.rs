@@ -204,6 +204,8 @@ pub(super) struct Trace {
     cancelled: BTreeSet<u64>,
     /// Waits for the tokens of a step before it starts the next.
     waits: bool,
+    /// Outcomes are delivered late.
+    lazy: bool,
 }
 
 fn planes(all: bool) -> Planes {
@@ -301,9 +303,11 @@ impl Trace {
             unmapped: false,
             cancelled: BTreeSet::new(),
             waits: false,
+            lazy: false,
         };
         trace.width = 1 + trace.draw(3);
         trace.waits = trace.chance(2);
+        trace.lazy = trace.chance(2);
         trace.fill_host();
         trace.inject();
         trace
@@ -415,7 +419,11 @@ impl Trace {
         } else {
             self.machine.advance(self.now_ns)
         };
-        if self.chance(2) {
+        for job in self.machine.failed() {
+            self.sim.excuse(job);
+        }
+        let seldom = if self.lazy { 40 } else { 2 };
+        if self.chance(seldom) {
             self.machine.deliver();
         }
         moved
@@ -930,6 +938,9 @@ impl Trace {
             };
             if self.cancelled.contains(&job) && outcome != CopyOutcome::Cancelled {
                 return Err(format!("job {job} was cancelled and ended as {outcome:?}"));
+            }
+            if outcome == CopyOutcome::Cancelled && self.sim.has_copied(job) {
+                return Err(format!("job {job} was cancelled after it was submitted"));
             }
             let settled = match &outcome {
                 CopyOutcome::Done => {
