@@ -416,15 +416,15 @@ def test_loadback_with_wrong_tokens_exits_with_1(tiny_qwen3, capsys, monkeypatch
 
     def broken(engine, scheduler, prompt, gen_len, *, priority="high"):
         one = serve(engine, scheduler, prompt, gen_len, priority=priority)
-        if priority == "high" or gen_len == 1:
-            return one
+        if priority == "high" or gen_len == 2:
+            return one  # the LOW request of two tokens prepares the row
         result = FakeResult([0] * gen_len, len(prompt), 8)
         result.cached_tokens = one.result.cached_tokens
         result.first_token_ns = result.submitted_ns = 0
         return dataclasses.replace(one, run=dataclasses.replace(one.run, results=[result]))
 
     argv = ["bench", "loadback", "--model", str(tiny_qwen3.path), "--prompt", "200"]
-    argv += ["-ntg", "2", "--repeat", "1", "--warmup", "0", "--skip-tokenizer", "-o", "jsonl"]
+    argv += ["-ntg", "3", "--repeat", "1", "--warmup", "0", "--skip-tokenizer", "-o", "jsonl"]
     assert cli.main(argv) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["source"] for row in rows] == ["cold", "device", "host", "low"]
@@ -436,13 +436,21 @@ def test_loadback_with_wrong_tokens_exits_with_1(tiny_qwen3, capsys, monkeypatch
     assert [row["parity"] for row in rows] == [True, True, True, False]
 
 
+def test_loadback_streams_a_prompt_that_ends_with_a_page(tiny_qwen3):
+    """The page that holds the token to be computed must not keep the others on the device."""
+    config = loadback_config(tiny_qwen3, 3 * PAGE, 2)
+    report = bench_loadback(config, prompt_len=3 * PAGE, gen_len=2, repeat=1, warmup=0)
+    assert [row["reason"] for row in report.rows] == [None] * 4
+    assert report.rows[3]["cached_streamed"] == 2 * PAGE
+    assert report.rows[3]["computed_tokens"] == PAGE
+
+
 def test_loadback_says_when_the_prefix_was_not_where_the_row_wants_it(tiny_qwen3):
-    config = loadback_config(tiny_qwen3, 200, 2)
-    token, _ = kv_and_state_bytes(config)
-    few = dataclasses.replace(config, host_bytes=6 * PAGE * token + 2 * 256)
-    report = bench_loadback(few, prompt_len=200, gen_len=2, repeat=1, warmup=0)
+    """A prefix that was hit once is not stored yet under this policy, so eviction loses it."""
+    config = loadback_config(tiny_qwen3, 200, 2, write_policy="write_through_selective")
+    report = bench_loadback(config, prompt_len=200, gen_len=2, repeat=1, warmup=0)
     host = next(row for row in report.rows if row["source"] == "host")
-    assert not host["valid"]
+    assert (host["valid"], host["cached_host"], host["computed_tokens"]) == (False, 0, 200)
     assert "cached tokens of row host" in host["reason"]
     assert report.parity
 

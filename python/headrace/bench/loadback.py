@@ -141,7 +141,8 @@ def room(config: EngineConfig, prompt_len: int, gen_len: int) -> dict[str, objec
     Raises
     ------
     ConfigError
-        The prompt is not longer than a page, or the request is beyond the model's context.
+        The prompt is not longer than a page, the answer shorter than two tokens, or the request is
+        beyond the model's context.
     """
     page = config.page_size
     if prompt_len <= page:
@@ -149,6 +150,8 @@ def room(config: EngineConfig, prompt_len: int, gen_len: int) -> dict[str, objec
             f"prompt {prompt_len}: accepted is more than page_size, which is {page}: one token at "
             "least is always computed"
         )
+    if gen_len < 2:
+        raise ConfigError(f"gen-len {gen_len}: accepted is 2 or more, for a step that streams")
     model = read_model_config(config.model)
     if prompt_len + gen_len > model.max_position:
         raise ConfigError(
@@ -278,8 +281,9 @@ def _prepare(
         for other in others:
             serve(engine, scheduler, other, 1)
     if source == "low":
-        # The pages that only LOW requests read leave the device with the first of them.
-        serve(engine, scheduler, prompt, 1, priority="low")
+        # The pages that only LOW requests read leave the device with the first of them, in the step
+        # after the one that completes the last page.
+        serve(engine, scheduler, prompt, 2, priority="low")
 
 
 def _fillers(pages: int, prompt_len: int, page_size: int) -> int:

@@ -132,7 +132,7 @@ def _add_loadback(benches: "Commands") -> None:
         "all that is needed.",
     )
     add_count_option(parser, "--prompt", "-npp", default=1024, text="tokens of the prompt")
-    add_count_option(parser, "--gen-len", "-ntg", default=16, text="tokens to generate")
+    add_count_option(parser, "--gen-len", "-ntg", default=16, text="tokens to generate", least=2)
     add_count_option(parser, "--repeat", default=3, text="measured runs")
     add_count_option(parser, "--warmup", default=1, text="runs before them", least=0)
     add_output_option(parser)
