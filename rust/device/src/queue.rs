@@ -232,6 +232,11 @@ impl CopyQueue {
         }
     }
 
+    /// Running number that the first layer of the next window may have at least.
+    pub fn next_k(&self) -> u64 {
+        self.shared.desk.next_k()
+    }
+
     /// Longest time that a copy, or a wait for one, may take.
     pub fn deadline(&self) -> Duration {
         self.shared.config.deadline

@@ -125,6 +125,7 @@ impl Scheduler {
 
     /// From now on the queue tells this scheduler how copies ended.
     fn connect(&self, copies: &CopyQueue) {
+        self.inner.stream_from(copies.inner.next_k());
         let scheduler = Arc::downgrade(&self.inner);
         copies.connect(Some(Arc::new(move |job, outcome| {
             if let Some(scheduler) = scheduler.upgrade() {

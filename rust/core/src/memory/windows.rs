@@ -261,6 +261,10 @@ impl Memory {
         self.next_k += u64::from(layers);
     }
 
+    pub(crate) fn stream_from(&mut self, k: u64) {
+        self.next_k = self.next_k.max(k);
+    }
+
     /// Running number of the first streamed layer of the step being formed.
     pub(crate) fn step_k0(&self) -> u64 {
         self.step.window.as_ref().map_or(0, |window| window.k0)

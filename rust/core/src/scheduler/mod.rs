@@ -189,6 +189,12 @@ impl Scheduler {
         self.work.notify_all();
     }
 
+    /// Numbers streamed layers from `k` on: a copy queue that served another scheduler before has
+    /// used those below.
+    pub fn stream_from(&self, k: u64) {
+        self.state.lock().memory.stream_from(k);
+    }
+
     /// Copies to the host that have become due; they may start once the step in flight has ended.
     /// To be asked for after every plan and every commit; each is given out once.
     pub fn take_stores(&self) -> Vec<StoreCopy> {

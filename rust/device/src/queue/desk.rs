@@ -91,6 +91,11 @@ impl Desk {
         }
     }
 
+    /// End of the last window: the next one may not begin before it.
+    pub(super) fn next_k(&self) -> u64 {
+        self.state.lock().next_k
+    }
+
     /// Takes all of a command's jobs, or none.
     pub(super) fn submit(&self, command: Command) -> Result<()> {
         let mut state = self.state.lock();
