@@ -240,6 +240,7 @@ impl Memory {
             let evicted = self.tree.as_ref()?.evict_device(n - free);
             self.release(evicted);
             self.issue_stores();
+            self.sweep(); // what could not be stored is gone
         }
         let pages = self.pages.as_ref()?;
         pages.alloc(n, PriorityClass::High, None).ok()
@@ -661,6 +662,7 @@ impl Memory {
     ) {
         seq.loads.clear();
         if self.is_paged() {
+            self.publish_sealed(seq, prompt);
             self.publish(seq, prompt, computed);
             if let Some(staging) = staging {
                 self.save_snapshot(seq, computed, staging);
@@ -707,6 +709,34 @@ impl Memory {
         {
             tree.request_store(lease);
         }
+    }
+
+    /// Full pages of the prompt of a LOW request that are in host memory become the tree's, where
+    /// the tree ends on the host: no page of the device can follow there.
+    fn publish_sealed(&mut self, seq: &mut Sequence, prompt: &[u32]) {
+        let from = self.leased(seq);
+        let full = (prompt.len() / self.page).saturating_sub(from);
+        let sealed = seq.tail.iter().take(full).map_while(|place| match *place {
+            Place::Low { host, window } => Some((host, window)),
+            _ => None,
+        });
+        let (hosts, windows): (Vec<HostPage>, Vec<Option<PageEntry>>) = sealed.unzip();
+        let (Some(tree), Some(lease)) = (&self.tree, &mut seq.lease) else {
+            return;
+        };
+        if hosts.is_empty() {
+            return;
+        }
+        let tokens = &prompt[from * self.page..(from + hosts.len()) * self.page];
+        let (covered, unused) = tree.extend_host(lease, tokens, &hosts, seq.class);
+        seq.tail.drain(..covered);
+        seq.touch();
+        // Those the tree had already; what it does not cover stays the request's.
+        let kept = hosts.len() - covered;
+        let back = &unused[..unused.len() - kept];
+        let windows: Vec<PageEntry> = windows[..covered].iter().copied().flatten().collect();
+        self.free_host(back);
+        self.free_pages(&windows, Owner::Request);
     }
 
     fn save_snapshot(&mut self, seq: &Sequence, position: usize, staging: u32) {
@@ -1212,16 +1242,27 @@ impl Memory {
                 }
                 None
             }
-            Job::Park { key, .. } => Some(Event::Parked {
-                key,
-                job,
-                ok: false,
-            }),
+            Job::Park {
+                key, reads_slot, ..
+            } => {
+                // What it may still read there does no harm to the next owner of the slot.
+                if reads_slot {
+                    self.slot_read(key);
+                }
+                Some(Event::Parked {
+                    key,
+                    job,
+                    ok: false,
+                })
+            }
+            Job::StoreSlot { key, .. } => {
+                self.slot_read(key);
+                Some(Event::SlotRead { key })
+            }
             // The page stays where it is and is read there; it can never be stored.
             Job::Seal { .. }
             | Job::Load { tree: None, .. }
             | Job::Window { .. }
-            | Job::StoreSlot { .. }
             | Job::Abandoned => None,
         }
     }

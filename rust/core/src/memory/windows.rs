@@ -180,6 +180,7 @@ impl Memory {
         let evicted = tree.evict_device(raw);
         self.release(evicted);
         self.issue_stores();
+        self.sweep();
     }
 
     /// Takes the window pages of a request that does not run in this step. True if it had any.
