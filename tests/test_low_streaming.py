@@ -27,8 +27,7 @@ def plain(tiny):
 
 @pytest.mark.parametrize(
     ("model", "width"),
-    [("tiny_qwen3", 1), ("tiny_qwen3", 2), ("tiny_qwen3", 3), ("tiny_qwen3", 4)]
-    + [("tiny_hybrid", 1), ("tiny_hybrid", 2)],
+    [*(("tiny_qwen3", width) for width in (1, 2, 3, 4)), ("tiny_hybrid", 1), ("tiny_hybrid", 2)],
 )
 def test_a_prefix_larger_than_the_device_pool_streams(plain, model, width):
     """Widths 1, 2, 3 and L; 3 does not divide L, so the parity runs on over the steps."""

@@ -320,7 +320,8 @@ def test_a_stream_shows_nothing_of_a_step_that_failed(smollm2, smollm2_fixture):
         llm.engine.tier.device.inject("load", 0, "fail")
         *chunks, output = llm.stream(tokens, options)
         assert llm.stats()["failed_copy_rows"] == 1
-    assert output.token_ids == right.token_ids == sum((c.token_ids for c in chunks), [])
+    streamed = [token for chunk in chunks for token in chunk.token_ids]
+    assert output.token_ids == right.token_ids == streamed
     assert output.text == right.text
     assert right.text.startswith("".join(chunk.text for chunk in chunks))
 
