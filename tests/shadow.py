@@ -317,13 +317,13 @@ class Shadow:
                 known = [*live.prompt, *live.tokens]
                 assert tokens.tolist() == known[start:end]
             table = plan.block_tables[tables[row] : tables[row + 1]]
-            rows.append((live, start, end, slice(first, last), table, decode))
+            rows.append((live, start, end, slice(first, last), table))
         good = [live is not None for live, *_ in rows]
         at = 0
         for layer, kind in enumerate(self.layers):
             if gates is not None:
                 gates.before_layer(layer)
-            for row, (live, start, end, span, table, _decode) in enumerate(rows):
+            for row, (live, start, end, span, table) in enumerate(rows):
                 if live is None:
                     continue  # aborted between plan and forward: nobody asks for its tokens
                 slot = int(plan.slots[row])

@@ -32,8 +32,8 @@ def plain(tiny):
 @pytest.mark.parametrize("model", MODELS)
 def test_preempted_every_few_steps(plain, model, preemption, every, monkeypatch):
     """PRE-01, PRE-06: no token is lost, none comes twice; each log-probability is its token's."""
-    monkeypatch.setenv("HEADRACE_TEST_PREEMPT_EVERY", str(every))
     one = plain(model)
+    monkeypatch.setenv("HEADRACE_TEST_PREEMPT_EVERY", str(every))
     options = {"preemption": preemption, "max_batch_size": 2, "max_batch_tokens": 64}
     with one.tiered(host_pages=40, num_pages=10, **options) as llm:
         outputs = run(llm, one, PROMPTS, OPTIONS)
@@ -52,8 +52,8 @@ def test_preempted_every_few_steps(plain, model, preemption, every, monkeypatch)
 @pytest.mark.parametrize("every", [2, 5])
 @pytest.mark.parametrize("model", MODELS)
 def test_slots_are_preempted_too(plain, model, every, monkeypatch):
-    monkeypatch.setenv("HEADRACE_TEST_PREEMPT_EVERY", str(every))
     one = plain(model)
+    monkeypatch.setenv("HEADRACE_TEST_PREEMPT_EVERY", str(every))
     with one.tiered(host_pages=40, kv_layout="slots", max_batch_size=2) as llm:
         run(llm, one, PROMPTS, OPTIONS)
         assert llm.stats()["preemptions"] > 0

@@ -66,7 +66,7 @@ class Lenient(Shadow):
             return None
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", [*range(24), 293598])
 def test_every_request_of_a_random_trace_reads_its_own_kv(seed):
     """All policies, both layouts, hybrid or not, LOW and HIGH, aborts and preemptions at random."""
     options, longest, low = random_options(random.Random(seed))
@@ -105,7 +105,8 @@ def test_host_tier_of_eight_pages_under_random_requests(hybrid, total):
     assert ended == total
     assert (stats["finished_error"], stats["results"]) == (0, 0)
     assert stats["cached_device_tokens"] > 0
-    assert stats["cached_host_tokens"] + stats["cached_streamed_tokens"] > 0
+    if not hybrid:  # whose KV is of use only where one of four states ends
+        assert stats["cached_host_tokens"] + stats["cached_streamed_tokens"] > 0
     assert stats["preemptions"] > 0
     assert stats["memory"]["parked"] > 0
     # The first quarter of the run is warm-up.

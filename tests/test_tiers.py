@@ -33,6 +33,13 @@ def plain(tiny):
         one.llm.close()
 
 
+@pytest.fixture(scope="module")
+def smollm2(smollm2_dir):
+    one = Plain(smollm2_dir, dtype="float32", max_context=512)
+    yield one
+    one.llm.close()
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("model", MODELS)
 def test_device_hit_and_host_hit_have_the_bits_of_a_miss(plain, model, name):
@@ -101,7 +108,7 @@ def test_a_high_request_loads_what_fits_beside_a_low_one(plain):
     with one.tiered(host_pages=40, num_pages=7, policy="priority") as llm:
         run(llm, one, [LONG], SHORT)
         settle(llm)
-        low = params(200)
+        low = params(100)
         handle = llm.loop.submit(NOISE[0], low, priority="low")
         scheduler = llm.loop.scheduler
         wait_for(lambda: len(scheduler.poll(handle.request_id).token_ids) > 2)
@@ -170,9 +177,9 @@ MOMENTS = ("waiting", "loading", "prefilling", "decoding", "preempted", "storing
 @pytest.mark.parametrize("model", MODELS)
 def test_abort_in_every_state_of_a_transfer(plain, model, moment, monkeypatch):
     """SLT-04: the neighbour is equal to solo, everything comes back."""
+    one = plain(model)
     if moment == "preempted":
         monkeypatch.setenv("HEADRACE_TEST_PREEMPT_EVERY", "3")
-    one = plain(model)
     options = {"preemption": "park", "max_batch_tokens": 64, "max_batch_size": 2}
     with one.tiered(host_pages=40, num_pages=14, **options) as llm:
         scheduler = llm.loop.scheduler
@@ -291,6 +298,34 @@ def test_a_copy_that_never_ends_ends_nobody_else(plain, stream, layout):
         assert not closer.is_alive()
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_a_store_that_never_ends_does_not_keep_the_only_slot(plain, model):
+    one = plain(model)
+    options = {"copy_timeout_s": 0.3, "kv_layout": "slots", "max_batch_size": 1}
+    with one.tiered(host_pages=20, **options) as llm:
+        llm.engine.tier.device.inject("store", 0, "hang")
+        run(llm, one, [LONG], SHORT)
+        run(llm, one, [LONG[:90]], SHORT)
+
+
+def test_a_stream_shows_nothing_of_a_step_that_failed(smollm2, smollm2_fixture):
+    """Text, tokens and stop strings are those of an undisturbed run, each once."""
+    case = smollm2_fixture["prompts"][0]
+    tokens = case["prompt_ids"] + case["greedy_ids"]
+    options = SamplingParams(max_tokens=8, ignore_eos=True, stop=("never said",))
+    right = smollm2.answer(tokens, options)
+    with smollm2.tiered(host_pages=8, kv_layout="slots", max_batch_size=1) as llm:
+        llm.generate([tokens], options)
+        settle(llm)
+        llm.engine.tier.device.inject("load", 0, "fail")
+        *chunks, output = llm.stream(tokens, options)
+        assert llm.stats()["failed_copy_rows"] == 1
+    streamed = [token for chunk in chunks for token in chunk.token_ids]
+    assert output.token_ids == right.token_ids == streamed
+    assert output.text == right.text
+    assert right.text.startswith("".join(chunk.text for chunk in chunks))
+
+
 def test_bytes_agree_everywhere(plain):
     """KVD-02: pool, host tier and configuration count the same bytes of a page."""
     for name in FORMATS:
@@ -323,13 +358,6 @@ def test_ids_from_many_threads_over_a_small_pool(plain):
             for output, tokens in zip(outputs[part], prompts[part::3], strict=True):
                 one.check(output, tokens, options)
         settle(llm)
-
-
-@pytest.fixture(scope="module")
-def smollm2(smollm2_dir):
-    one = Plain(smollm2_dir, dtype="float32", max_context=512)
-    yield one
-    one.llm.close()
 
 
 def test_smollm2_hits_on_every_tier(smollm2, smollm2_fixture):

@@ -27,7 +27,7 @@ def params(max_tokens, **options):
 
 
 class Plain:
-    """The same model with fixed slots and no cache, one request at a time; keeps its answers."""
+    """The model with fixed slots and no cache, one request at a time; remembers its answers."""
 
     def __init__(self, path, **options):
         self.options = {"max_context": 1024, "deterministic": "on"} | options

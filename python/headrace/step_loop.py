@@ -20,7 +20,7 @@ import numpy as np
 from headrace._core import RequestResult, Scheduler, StepPlan
 from headrace.config import checks_enabled
 from headrace.engine import Engine
-from headrace.errors import EngineClosed, HeadraceError, InvalidRequest
+from headrace.errors import EngineClosed, HeadraceError, InvalidRequest, UnknownRequest
 from headrace.request import (
     CachedTokens,
     FinishReason,
@@ -76,6 +76,16 @@ class _Live:
             return "", False  # a stop token is no part of the text
         text, stopped = self.text.push(token_id)
         return text, stopped is not None
+
+    def rewind(self, token_ids: Sequence[int], tokenizer: Tokenizer | None) -> None:
+        """Forget what came after `token_ids`: a step that has to be done again."""
+        del self.logprobs[len(token_ids) :]
+        if self.text is not None and tokenizer is not None:
+            params = self.params
+            self.text = TextStream(tokenizer, params.stops, min_tokens=params.min_tokens)
+            self.num_pushed = 0
+            for token_id in token_ids:
+                self.push(token_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,19 +240,28 @@ class StepLoop:
                     texts[i], stops[i] = row.push(int(tokens[i]))
         for row, entry in zip(live, sampled.logprobs, strict=True):
             # Before the commit: once it is done an abort may build the output at any time. Entries
-            # of tokens that are not accepted are cut off there.
+            # of tokens that are not accepted are cut off there, or here if the request goes on.
             if row is not None and entry is not None:
                 row.logprobs.append(entry)
         finished, accepted = self.scheduler.commit(plan, tokens, stops)
         if self._copies is not None:
             self.scheduler.start_stores(self._copies)
         for i, row in enumerate(live):
-            if row is not None and row.stream is not None and accepted[i]:
+            if row is not None and not accepted[i]:
+                self._rewind(int(plan.request_ids[plan.sample_rows[i]]), row)
+            elif row is not None and row.stream is not None:
                 self._stream(row, StreamChunk([int(tokens[i])], texts[i]))
         for request_id, _ in finished:
             self._finish(request_id)
         if self._check:
             self.scheduler.check()
+
+    def _rewind(self, request_id: int, row: _Live) -> None:
+        """Take back what a row was given, if its request begins again."""
+        with contextlib.suppress(UnknownRequest):  # aborted, and its result is taken
+            status = self.scheduler.poll(request_id)
+            if status.result is None:
+                row.rewind(status.token_ids, self.engine.tokenizer)
 
     def _stream(self, row: _Live, chunk: StreamChunk) -> None:
         """Put a chunk, unless the end of the stream is already there."""

@@ -178,7 +178,7 @@ impl Memory {
         }
         let low = seq.class == PriorityClass::Low;
         if low {
-            self.demote(lease.as_ref());
+            self.make_room_on(lease.as_ref());
         }
         let path = self.path(lease.as_ref());
         let (resident, load) = if low {

@@ -238,6 +238,7 @@ impl Memory {
             let evicted = self.tree.as_ref()?.evict_device(n - free);
             self.release(&evicted);
             self.issue_stores();
+            self.sweep(); // what could not be stored is gone
         }
         let pages = self.pages.as_ref()?;
         pages.alloc(n, PriorityClass::High, None).ok()

@@ -5,6 +5,7 @@ use super::jobs::{Job, StoreCopy};
 use super::sequence::{Place, Sequence};
 use super::{Memory, STORE_PAGES};
 use crate::copy_plan::{KvPiece, StatePiece};
+use crate::host::HostPage;
 use crate::ids::SlotId;
 use crate::pages::{Owner, PageEntry};
 use crate::request::{Key, PriorityClass};
@@ -50,6 +51,7 @@ impl Memory {
     ) {
         seq.loads.clear();
         if self.is_paged() {
+            self.publish_sealed(seq, prompt);
             self.publish(seq, prompt, computed);
             if let Some(staging) = staging {
                 self.save_snapshot(seq, computed, staging);
@@ -96,6 +98,34 @@ impl Memory {
         {
             tree.request_store(lease);
         }
+    }
+
+    /// Full pages of the prompt of a LOW request that are in host memory become the tree's, where
+    /// the tree ends on the host: no page of the device can follow there.
+    fn publish_sealed(&mut self, seq: &mut Sequence, prompt: &[u32]) {
+        let from = self.leased(seq);
+        let full = (prompt.len() / self.page).saturating_sub(from);
+        let sealed = seq.tail.iter().take(full).map_while(|place| match *place {
+            Place::Low { host, window } => Some((host, window)),
+            _ => None,
+        });
+        let (hosts, windows): (Vec<HostPage>, Vec<Option<PageEntry>>) = sealed.unzip();
+        let (Some(tree), Some(lease)) = (&self.tree, &mut seq.lease) else {
+            return;
+        };
+        if hosts.is_empty() {
+            return;
+        }
+        let tokens = &prompt[from * self.page..(from + hosts.len()) * self.page];
+        let (covered, unused) = tree.extend_host(lease, tokens, &hosts, seq.class);
+        seq.tail.drain(..covered);
+        seq.touch();
+        // Those the tree had already; what it does not cover stays the request's.
+        let kept = hosts.len() - covered;
+        let back = &unused[..unused.len() - kept];
+        let windows: Vec<PageEntry> = windows[..covered].iter().copied().flatten().collect();
+        self.free_host(back);
+        self.free_pages(&windows, Owner::Request);
     }
 
     pub(super) fn save_snapshot(&mut self, seq: &Sequence, position: usize, staging: u32) {

@@ -27,6 +27,8 @@ impl Memory {
         }
         let event = self.finish_job(job, ended, ok);
         self.sweep();
+        // A node follows once its parent is stored.
+        self.issue_stores();
         event
     }
 
@@ -139,16 +141,27 @@ impl Memory {
                 }
                 None
             }
-            Job::Park { key, .. } => Some(Event::Parked {
-                key: *key,
-                job,
-                ok: false,
-            }),
+            Job::Park {
+                key, reads_slot, ..
+            } => {
+                // What it may still read there does no harm to the next owner of the slot.
+                if *reads_slot {
+                    self.slot_read(*key);
+                }
+                Some(Event::Parked {
+                    key: *key,
+                    job,
+                    ok: false,
+                })
+            }
+            Job::StoreSlot { key, .. } => {
+                self.slot_read(*key);
+                Some(Event::SlotRead { key: *key })
+            }
             // The page stays where it is and is read there; it can never be stored.
             Job::Seal { .. }
             | Job::Load { tree: None, .. }
             | Job::Window { .. }
-            | Job::StoreSlot { .. }
             | Job::Abandoned => None,
         }
     }

@@ -33,7 +33,7 @@ impl Memory {
             return None;
         }
         let lease = self.matched(ask.prompt, usize::MAX, seq.class);
-        self.demote(lease.as_ref());
+        self.make_room_on(lease.as_ref());
         let path = self.path(lease.as_ref());
         let resident = path
             .iter()
@@ -109,6 +109,15 @@ impl Memory {
     /// device. To be done for all LOW requests before the first of them opens its windows.
     pub(crate) fn demote_for(&mut self, seq: &Sequence) {
         self.demote(seq.lease.as_ref());
+    }
+
+    /// As `demote`; what has no host copy yet is on its way to get one.
+    pub(super) fn make_room_on(&mut self, lease: Option<&Lease>) {
+        self.demote(lease);
+        if let (Some(tree), Some(lease)) = (&self.tree, lease) {
+            tree.request_store(lease);
+        }
+        self.issue_stores();
     }
 
     pub(super) fn demote(&mut self, lease: Option<&Lease>) {
@@ -188,6 +197,7 @@ impl Memory {
         let evicted = tree.evict_device(raw);
         self.release(&evicted);
         self.issue_stores();
+        self.sweep();
     }
 
     /// Takes the window pages of a request that does not run in this step. True if it had any.
