@@ -35,7 +35,7 @@ def plain(tiny):
 
 @pytest.fixture(scope="module")
 def smollm2(smollm2_dir):
-    one = Plain(smollm2_dir, dtype="float32", max_context=512)
+    one = Plain(smollm2_dir, dtype="float32", max_context=512, skip_tokenizer=False)
     yield one
     one.llm.close()
 

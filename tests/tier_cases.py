@@ -30,8 +30,9 @@ class Plain:
     """The model with fixed slots and no cache, one request at a time; remembers its answers."""
 
     def __init__(self, path, **options):
-        self.options = {"max_context": 1024, "deterministic": "on"} | options
-        self.llm = LLM(str(path), skip_tokenizer=True, max_batch_size=1, **self.options)
+        fixed = {"max_context": 1024, "deterministic": "on", "skip_tokenizer": True}
+        self.options = fixed | options
+        self.llm = LLM(str(path), max_batch_size=1, **self.options)
         self.path = path
         self.answers = {}
         self.page_bytes = self.llm.engine.kv.bytes_per_token * PAGE
@@ -55,7 +56,7 @@ class Plain:
             "snapshot_interval": PAGE,
             **options,
         }
-        return LLM(str(self.path), skip_tokenizer=True, **options)
+        return LLM(str(self.path), **options)
 
     def check(self, output, tokens, options):
         """Tokens and log-probabilities, to the bit."""
