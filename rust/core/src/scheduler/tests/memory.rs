@@ -380,7 +380,7 @@ impl Machine {
     /// Runs everything to its end and checks that nothing is left behind.
     fn drain(&mut self) {
         let mut idle = 0;
-        for _ in 0..20_000 {
+        for _ in 0..200_000 {
             let ran = self.step(|| false, false);
             while !self.stores.is_empty() {
                 self.end_store(0, true);
