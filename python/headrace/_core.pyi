@@ -758,6 +758,7 @@ class StepHandle:
 
     def release(self) -> None:
         """Release every buffer without waiting."""
+
 _Class: TypeAlias = Literal["high", "low"]
 _NodeState: TypeAlias = Literal["full", "low", "host", "loading", "backing"]
 _WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back", "none"]

@@ -106,8 +106,7 @@ class HostTier:
         states: Mapping[str, torch.Tensor] = {} if state is None else state.tensors
         host_states = config.linear_layers * sizes.snapshots
         state_planes = [
-            self._plane(name, tensor, host_states)
-            for name, tensor in _flattened(states, 2).items()
+            self._plane(name, tensor, host_states) for name, tensor in _flattened(states, 2).items()
         ]
         self.planes = CopyPlanes(
             kinds,

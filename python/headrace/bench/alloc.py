@@ -136,6 +136,8 @@ def _page_ns(repeat: int) -> dict[str, float | None]:
             held[:, gone] = got
         times |= {f"page_alloc_{n}": median(alloc_ns), f"page_free_{n}": median(free_ns)}
     return times
+
+
 def _tree_ns(repeat: int) -> dict[str, float | None]:
     """Look up 32,768 tokens in pages of 64, publish page by page, evict from 1,000 leaves."""
     tree = _core.PrefixTree(_PAGE, policy="none")
