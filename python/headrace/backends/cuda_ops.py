@@ -360,7 +360,10 @@ class CudaBackend:
         self, b: torch.Tensor, a: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Element by element in torch: the tensors are small."""
-        return torch.sigmoid(b.float()), -a_log.exp() * F.softplus(a.float() + dt_bias)
+        decay = -a_log.exp() * F.softplus(a.float() + dt_bias)
+        # Stacked, so that both have one stride, which is what the prefill kernel reads by.
+        beta, g = torch.stack((torch.sigmoid(b.float()), decay)).unbind()
+        return beta, g
 
     def conv_prefill(
         self,

@@ -114,7 +114,7 @@ def _equal_sizes(weight: Weight, dtype: torch.dtype) -> tuple[int, ...]:
         out = _product(rows.repeat(size // _PROBE_ROWS, 1), weight)
         return torch.equal(out, expected.repeat(size // _PROBE_ROWS, 1))
 
-    # A chosen size whose own places differ has no equal; it is all there is then.
+    # If the places of the chosen size itself differ, it stands alone: nothing fixes the bits then.
     return tuple(size for size in SIZES if size == _CHOSEN or equal(size))
 
 
