@@ -31,7 +31,7 @@ test-rust: ## Rust unit and property tests
 	else cargo test --locked --workspace; fi
 
 loom: ## exhaustive interleavings of the small concurrent parts
-	RUSTFLAGS="--cfg loom" cargo test --locked -p headrace-core --profile loom --target-dir target-loom --lib loom
+	RUSTFLAGS="--cfg loom" cargo test --locked -p headrace-core -p headrace-device --profile loom --target-dir target-loom --lib loom
 
 lint: ## rustfmt, clippy, ruff
 	cargo fmt --all --check
@@ -62,6 +62,7 @@ wheel: ## build the wheel, import it in a clean environment without torch, CUDA 
 	cd target/wheel-check && venv/bin/python ../../tests/check_wheel.py
 
 soak: ## the long random runs (hours of operations, not of waiting)
+	cargo test --locked --release --workspace -- --ignored
 	HEADRACE_SOAK=1 HYPOTHESIS_PROFILE=soak $(BIN)/python -m pytest -q -m soak --timeout 3600
 
 clean: ## remove what was built

@@ -1,24 +1,26 @@
-// Decode attention: one new token a row against its own KV, all formats and layouts, split over the
-// context (`attention_decode`) and merged in a fixed order (`attention_merge`, the launch after it).
+// Decode attention: one new token a row against its own KV, all formats and layouts, split over
+// the context (`attention_decode`) and merged in a fixed order (`attention_merge`, the launch
+// after it).
 //
-// attention_decode. Grid: any number of CTAs, meant to be what fits the device at once. Each starts
-// with work items blockIdx.x and blockIdx.x + gridDim.x and draws further ones from a counter. An item
-// is (row, split, KV head), heads innermost since their rows are neighbours in memory, and the list
-// follows from `lengths` on the device, so that a captured graph serves every context. Block: 128;
-// dynamic shared memory: see `Shared`.
+// attention_decode. Grid: any number of CTAs, meant to be what fits the device at once. Each
+// starts with work items blockIdx.x and blockIdx.x + gridDim.x and draws further ones from a
+// counter. An item is (row, split, KV head), heads innermost since their rows are neighbours in
+// memory, and the list follows from `lengths` on the device, so that a captured graph serves
+// every context. Block: 128; dynamic shared memory: see `Shared`.
 //
-// A split has 128 tokens up to a length of 8192, 256 up to 32768, else 512. Its tiles of 16 tokens
-// go to the four warps in turn; each warp keeps its own ring of asynchronous copies and its own
-// running maximum, so the loop has no block barrier. A warp starts the copies of its next item as soon
-// as it is done with the tiles of this one, before the warps are merged, so that memory is never idle.
+// A split has 128 tokens up to a length of 8192, 256 up to 32768, else 512. Its tiles of 16
+// tokens go to the four warps in turn; each warp keeps its own ring of asynchronous copies and
+// its own running maximum, so the loop has no block barrier. A warp starts the copies of its next
+// item as soon as it is done with the tiles of this one, before the warps are merged, so that
+// memory is never idle.
 //
-// A separate merge: with one by the last CTA to arrive every item waits for a fence (which waits for
-// the copies on their way) and an atomic, 8 us under load, and a CTA that lags arrives last and does
-// all merges. Order of accumulation: tiles of a warp ascending, warps ascending, splits ascending in
-// equal parts, parts ascending. It depends on the length of the row alone.
+// A separate merge: with one by the last CTA to arrive every item waits for a fence (which waits
+// for the copies on their way) and an atomic, 8 us under load, and a CTA that lags arrives last
+// and does all merges. Order of accumulation: tiles of a warp ascending, warps ascending, splits
+// ascending in equal parts, parts ascending. It depends on the length of the row alone.
 //
 // Bounded by bytes: length * kv_heads * bytes of a token-head.
-#include "attention_tile.cuh"
+#include "attention_warp.cuh"
 
 constexpr int MERGE_THREADS = 256;
 constexpr int THREADS = 32 * WARPS;
@@ -26,18 +28,20 @@ constexpr int THREADS = 32 * WARPS;
 DEVICE int split_tokens(int length) { return length <= 8192 ? 128 : (length <= 32768 ? 256 : 512); }
 DEVICE int split_count(int length) {
     int size = split_tokens(length);
-    return max((length + size - 1) / size, 1);  // an empty row still writes its zeros
+    return (length + size - 1) / size;
 }
 
-// Dynamic shared memory: rings; queries, later the merged output of the warps; small arrays; then the
-// list of rows, 8 * (rows + 1) bytes.
+// Dynamic shared memory: rings; queries, later outputs of the warps; small arrays; then the list
+// of rows, 8 * (rows + 1) bytes.
 template <int DT, int FMT, int D, class Warp>
 struct Shared {
-    static constexpr int STRIDE = D + 4;  // floats; keeps heads in different banks
     static constexpr int RINGS = WARPS * Ring<DT, FMT, D>::BYTES;
-    static constexpr int OUTPUT = HEADS * STRIDE * 4;
-    static constexpr int AREA = OUTPUT > Warp::Q_BYTES ? OUTPUT : Warp::Q_BYTES;
+    static constexpr int ROUND = WARPS * HEADS * ROUND_STRIDE * 4;
+    static constexpr int AREA = ROUND > Warp::Q_BYTES ? ROUND : Warp::Q_BYTES;
     static constexpr int BYTES = RINGS + AREA + 4 * (2 * HEADS + 2 * WARPS * HEADS + 2);
+    // With what the system keeps and a list of 64 rows, the CTAs that are meant to be resident are:
+    // others would start when the first ones end, with work they had been given.
+    static_assert(ctas_per_sm(FMT, DT, D) * (BYTES + 1024 + 128 + 8 * 65) <= 228 * 1024);
 };
 struct Scratch {
     float* outputs;  // [rows, kv_heads, max_splits, group, D], not divided by the sums
@@ -103,29 +107,20 @@ DEVICE void list_rows(Row* list, const int* lengths, int rows, int capacity) {
     __syncthreads();
 }
 
-// One head of an output, W values a lane: undo the rotation and store.
-template <int D>
-DEVICE void store_head(float (&x)[D / 32], void* out, i64 start, int io, bool rotated, int lane) {
-    if (rotated) unrotate<D>(x, lane);
-#pragma unroll
-    for (int r = 0; r < D / 32; ++r) store_as(out, start + lane * (D / 32) + r, io, x[r]);
-}
-
-// q: [rows, kv_heads * group, D], out the same; strides in elements, D contiguous, dtype `io`.
+// q: [rows, kv_heads * group, D], strides in elements, D contiguous, dtype `io`.
 // Planes: contiguous [.., page_tokens, kv_heads, row]. table, k0: see `Pages`. lengths: [rows].
 // capacity: most tokens of a row. scale: D^-0.5 * log2(e).
 template <int DT, int FMT, int D, class Warp, int SCORES>
-DEVICE void decode(const void* q, i64 q_row, i64 q_head, void* out, i64 out_row, i64 out_head,
-                   int io, const u8* k_codes, const u16* k_scales, const u8* v_codes,
-                   const u16* v_scales, const Pages& pages, const int* lengths, int rows,
-                   int kv_heads, int group, int capacity, float scale, bool rotated,
-                   const Scratch& scratch) {
+DEVICE void decode(const void* q, i64 q_row, i64 q_head, int io, const u8* k_codes,
+                   const u16* k_scales, const u8* v_codes, const u16* v_scales, const Pages& pages,
+                   const int* lengths, int rows, int kv_heads, int group, int capacity, float scale,
+                   bool rotated, const Scratch& scratch) {
     using R = Ring<DT, FMT, D>;
     using S = Shared<DT, FMT, D, Warp>;
     constexpr int W = D / 32;
     extern __shared__ __align__(128) u8 shared[];
     u8* queries = shared + S::RINGS;
-    float* area = reinterpret_cast<float*>(queries);  // [HEADS][STRIDE], when queries are read
+    float* area = reinterpret_cast<float*>(queries);  // [WARPS][HEADS][ROUND_STRIDE], later
     float2* factors = reinterpret_cast<float2*>(queries + S::AREA);  // [HEADS]: scale, offset
     float* maxima = reinterpret_cast<float*>(factors + HEADS);       // [WARPS][HEADS]
     float* sums = maxima + WARPS * HEADS;                           // [WARPS][HEADS]
@@ -177,30 +172,40 @@ DEVICE void decode(const void* q, i64 q_row, i64 q_head, void* out, i64 out_row,
             copy_v(i, i);
         }
     };
-    // This warp's query heads of the item, on their way while other things are done.
+    // This warp's query heads of an item, on their way while other things are done.
     constexpr int OWN = HEADS / WARPS;
-    float x[OWN][W];
+    u32 bits[OWN][W];
     auto load_queries = [&]() {
 #pragma unroll
         for (int j = 0; j < OWN; ++j) {
             int g = warp + j * WARPS;
-            bool in = g < group && work.tokens > 0;
-            i64 start = work.row * q_row + (work.head * group + g) * q_head + lane * W;
+            i64 start = work.row * q_row + (work.head * group + g) * q_head;
 #pragma unroll
-            for (int r = 0; r < W; ++r) x[j][r] = in ? load_as_float(q, start + r, io) : 0.0f;
+            for (int r = 0; r < W; ++r) bits[j][r] = 0u;
+            if (g < group) {
+                load_bits(bits[j], static_cast<const u8*>(q) + start * itemsize(io), io, lane);
+            }
         }
+    };
+    auto write_queries = [&](auto& x) {
+        constexpr int N = sizeof(x) / sizeof(x[0]);
+#pragma unroll
+        for (int n = 0; n < N; ++n) values_of(x[n], bits[n], io);
+        if (rotated) rotate<D>(x, lane);
+        Warp::write_queries(queries, factors, warp, x, scale, lane);
     };
     load_queries();
     start_item(entry_of(work));
     int next = blockIdx.x + gridDim.x;
 
     while (true) {
-#pragma unroll
-        for (int j = 0; j < OWN; ++j) {
-            int g = warp + j * WARPS;
-            if (rotated) rotate<D>(x[j], lane);
-            float2 factor = Warp::write_query(queries, g, x[j], lane);
-            if (lane == 0) factors[g] = float2{factor.x * scale, factor.y};
+        if (group > WARPS) {
+            float x[OWN][W];
+            write_queries(x);
+        } else {
+            float x[1][W], zeros[1][W] = {};
+            write_queries(x);
+            Warp::write_queries(queries, factors, warp + WARPS, zeros, scale, lane);
         }
         __syncthreads();
         Warp state;
@@ -247,41 +252,42 @@ DEVICE void decode(const void* q, i64 q_row, i64 q_head, void* out, i64 out_row,
         if (threadIdx.x == 0) *drawn = 2 * gridDim.x + draw;
         __syncthreads();
         int after = *drawn;
-        for (int w = 0; w < WARPS; ++w) {
-            if (warp == w) state.merge_output(area, S::STRIDE, maxima, group, w > 0, lane);
-            __syncthreads();
+        i64 pair = i64(done.row) * kv_heads + done.head;
+        i64 entry = (pair * scratch.max_splits + done.split) * group;
+        if (threadIdx.x < group) {
+            int g = threadIdx.x;
+            reinterpret_cast<float2*>(scratch.sums)[entry + g] =
+                float2{top_of(maxima, g), total_of(maxima, sums, g)};
         }
-        if (done.splits == 1) {
-            for (int g = warp; g < group; g += WARPS) {
-                float total = total_of(maxima, sums, g), y[W];
-                float inverse = done.tokens > 0 ? 1.0f / total : 0.0f;
 #pragma unroll
-                for (int r = 0; r < W; ++r) y[r] = area[g * S::STRIDE + lane * W + r] * inverse;
-                i64 start = done.row * out_row + (done.head * group + g) * out_head;
-                store_head<D>(y, out, start, io, rotated, lane);
+        for (int round = 0; round < D / 64; ++round) {
+            state.write_round(area + warp * HEADS * ROUND_STRIDE, round, maxima, group, lane);
+            __syncthreads();
+            if (threadIdx.x < group * 16) {
+                int g = threadIdx.x / 16, d = threadIdx.x % 16 * 4;
+                float4 total = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+                for (int w = 0; w < WARPS; ++w) {
+                    const float* at = area + (w * HEADS + g) * ROUND_STRIDE + d;
+                    float4 part = *reinterpret_cast<const float4*>(at);
+                    total.x += part.x;
+                    total.y += part.y;
+                    total.z += part.z;
+                    total.w += part.w;
+                }
+                float* target = scratch.outputs + (entry + g) * D + round * 64 + d;
+                *reinterpret_cast<float4*>(target) = total;
             }
-        } else {
-            i64 pair = i64(done.row) * kv_heads + done.head;
-            i64 entry = (pair * scratch.max_splits + done.split) * group;
-            float4* target = reinterpret_cast<float4*>(scratch.outputs + entry * D);
-            for (int i = threadIdx.x; i < group * D / 4; i += THREADS) {
-                const float* source = area + i / (D / 4) * S::STRIDE + i % (D / 4) * 4;
-                target[i] = *reinterpret_cast<const float4*>(source);
-            }
-            if (threadIdx.x < group) {
-                int g = threadIdx.x;
-                reinterpret_cast<float2*>(scratch.sums)[entry + g] =
-                    float2{top_of(maxima, g), total_of(maxima, sums, g)};
-            }
+            __syncthreads();  // the next round, or the queries of the next item, go over it
         }
         if (next >= items) return;
         next = after;
-        __syncthreads();  // the next item writes over the area and the sums
     }
 }
 
-// One query head of one row: grid (kv_heads * group, rows), block MERGE_THREADS. Rows of one split
-// are complete already. Reads splits * (D + 2) floats that lie in the L2 cache: latency.
+// One query head of one row: grid (kv_heads * group, rows), block MERGE_THREADS. Merges the
+// splits, undoes the rotation and writes the output, zeros for a row of length 0. Reads splits *
+// (D + 2) floats that lie in the L2 cache: latency. out: [rows, kv_heads * group, D], dtype `io`.
 template <int D>
 __global__ void __launch_bounds__(MERGE_THREADS)
     attention_merge(const float* outputs, const float* sums, u32* drawn, int max_splits, void* out,
@@ -299,7 +305,6 @@ __global__ void __launch_bounds__(MERGE_THREADS)
     float2 own = {MINUS_INFINITY, 0.0f};
     if (threadIdx.x < max_splits) own = states[i64(threadIdx.x) * group];
     int splits = split_count(min(max(lengths[row], 0), capacity));
-    if (splits == 1) return;
     if (threadIdx.x >= splits) own = float2{MINUS_INFINITY, 0.0f};
 
     float top = own.x;
@@ -346,36 +351,35 @@ __global__ void __launch_bounds__(MERGE_THREADS)
     parts[part][column] = total;
     __syncthreads();
     if (warp > 0) return;
-    float all = 0.0f, x[W];
+    float all = 0.0f, x[1][W] = {};
 #pragma unroll
     for (int w = 0; w < MERGE_THREADS / 32; ++w) all += warp_values[1][w];
-#pragma unroll
-    for (int r = 0; r < W; ++r) x[r] = 0.0f;
 #pragma unroll 4
     for (int p = 0; p < PARTS; ++p) {
         const float* values = reinterpret_cast<const float*>(parts[p]);
 #pragma unroll
-        for (int r = 0; r < W; ++r) x[r] += values[lane * W + r];
+        for (int r = 0; r < W; ++r) x[0][r] += values[lane * W + r];
     }
+    float inverse = splits > 0 ? 1.0f / all : 0.0f;
 #pragma unroll
-    for (int r = 0; r < W; ++r) x[r] *= 1.0f / all;
-    store_head<D>(x, out, row * out_row + head * out_head, io, rotated != 0, lane);
+    for (int r = 0; r < W; ++r) x[0][r] *= inverse;
+    if (rotated) unrotate<D>(x, lane);
+    i64 start = row * out_row + head * out_head + lane * W;
+#pragma unroll
+    for (int r = 0; r < W; ++r) store_as(out, start + r, io, x[0][r]);
 }
 
 #define PARAMETERS                                                                                 \
-    const void *q, i64 q_row, i64 q_head, void *out, i64 out_row, i64 out_head, int io,           \
-        const u8 *k_codes, const u16 *k_scales, const u8 *v_codes, const u16 *v_scales,           \
-        const u32 *table, int max_pages, int page_tokens, u32 layer, u32 pool_pages, u32 window,  \
-        const u32 *k0, const int *lengths, int rows, int kv_heads, int group, int capacity,       \
-        float scale, int rotated, float *partial_outputs, float *partial_sums, u32 *drawn,        \
-        int max_splits
+    const void *q, i64 q_row, i64 q_head, int io, const u8 *k_codes, const u16 *k_scales,          \
+        const u8 *v_codes, const u16 *v_scales, const u32 *table, int max_pages, int page_tokens,  \
+        u32 layer, u32 pool_pages, u32 window, const u32 *k0, const int *lengths, int rows,        \
+        int kv_heads, int group, int capacity, float scale, int rotated, float *partial_outputs,   \
+        float *partial_sums, u32 *drawn, int max_splits
 #define ARGUMENTS                                                                                  \
-    q, q_row, q_head, out, out_row, out_head, io, k_codes, k_scales, v_codes, v_scales,           \
-        pages_of(table, max_pages, page_tokens, layer, pool_pages, window, k0), lengths, rows,    \
-        kv_heads, group, capacity, scale, rotated != 0,                                           \
-        Scratch {                                                                                 \
-        partial_outputs, partial_sums, drawn, max_splits                                       \
-    }
+    q, q_row, q_head, io, k_codes, k_scales, v_codes, v_scales,                                    \
+        pages_of(table, max_pages, page_tokens, layer, pool_pages, window, k0), lengths, rows,     \
+        kv_heads, group, capacity, scale, rotated != 0,                                            \
+        Scratch { partial_outputs, partial_sums, drawn, max_splits }
 
 // K and V of 16, 8 or 4 bits.
 template <int DT, int FMT, int D>

@@ -1,9 +1,11 @@
-// Append: K and V of new tokens to the planes of a layer, in the exact bytes of the reference codecs
-// (headrace/kv/codecs.py), optionally after q/k RMS norm and rotary embedding of the same launch.
+// Append: K and V of new tokens to the planes of a layer, in the exact bytes of the reference
+// codecs (headrace/kv/codecs.py), optionally after q/k RMS norm and rotary embedding of the same
+// launch.
 //
 // Grid: ceil(tokens * (q_heads + 2 * kv_heads) / 4); block: 128, one warp a vector. No shared
-// memory. Order: all heads of a token, q first, then k, then v. What bounds it: bytes (a decode step
-// is one wave of a few CTAs: latency). Compile with -fmad=false: a fused multiply-add changes codes.
+// memory. Order: all heads of a token, q first, then k, then v. What bounds it: bytes (a decode
+// step is one wave of a few CTAs: latency). Compile with -fmad=false: a fused multiply-add
+// changes codes.
 //
 // A token whose page is not in [0, page_limit) or whose offset is not in [0, page_tokens) is a
 // padding row: nothing is read or written for it, q included.
@@ -119,9 +121,10 @@ DEVICE void encode_levels(const float (&x)[D / 32], u8* codes, u16* scales, int 
 }
 
 template <int DT, int FMT, int D>
-DEVICE void encode(float (&x)[D / 32], bool is_v, const Planes& planes, i64 row, bool rotated,
-                   int lane) {
+DEVICE void encode(float (&vector)[1][D / 32], bool is_v, const Planes& planes, i64 row,
+                   bool rotated, int lane) {
     constexpr int W = D / 32;
+    float (&x)[W] = vector[0];
     u8* codes = is_v ? planes.v + row * v_row_bytes(FMT, DT, D)
                      : planes.k + row * k_row_bytes(FMT, DT, D);
     if constexpr (FMT == PLAIN) {
@@ -134,7 +137,7 @@ DEVICE void encode(float (&x)[D / 32], bool is_v, const Planes& planes, i64 row,
     if constexpr (FMT == FP8) encode_fp8<D, D>(x, codes, scales, lane);
     if constexpr (FMT == FP8_B64) encode_fp8<D, 64>(x, codes, scales, lane);
     if constexpr (FMT == INT8 || FMT == K8V4) {
-        if (rotated) rotate<D>(x, lane);
+        if (rotated) rotate<D>(vector, lane);
     }
     if constexpr (FMT == INT8) encode_int8<D>(x, codes, scales, lane);
     if constexpr (FMT == K8V4) {
@@ -152,8 +155,8 @@ DEVICE void copy_lane(const u8* source, u8* target, int lane) {
 
 enum Norm : int { NO_NORM = 0, RMS_NORM = 1, RMS_NORM_WIDE = 2 };
 
-// RMS norm of one head. RMS_NORM: cast, then times a weight in the model dtype; RMS_NORM_WIDE: times
-// an fp32 scale, then cast.
+// RMS norm of one head. RMS_NORM: cast, then times a weight in the model dtype; RMS_NORM_WIDE:
+// times an fp32 scale, then cast.
 template <int DT, int D>
 DEVICE void normalise(float (&x)[D / 32], const void* weight, int norm, float eps, int lane) {
     constexpr int W = D / 32;
@@ -201,9 +204,9 @@ DEVICE i64 index_at(const void* array, int i, int wide) {
     return wide ? static_cast<const i64*>(array)[i] : i64(static_cast<const int*>(array)[i]);
 }
 
-// Strides in elements. q_weight, k_weight: [D], see `Norm`. cos, sin: fp32 [positions, half], half 0
-// for no rotary. pages, offsets, positions: [tokens], i64 if `wide`, else i32; the row written is
-// (page_base + pages[t], offsets[t]). q_heads 0: only K and V.
+// Strides in elements. q_weight, k_weight: [D], see `Norm`. cos, sin: fp32 [positions, half],
+// half 0 for no rotary. pages, offsets, positions: [tokens], i64 if `wide`, else i32; the row
+// written is (page_base + pages[t], offsets[t]). q_heads 0: only K and V.
 template <int DT, int FMT, int D>
 __global__ void __launch_bounds__(32 * WARPS)
     kv_append(const void* q, i64 q_token, i64 q_head, void* q_out, i64 out_token, i64 out_head,
@@ -230,10 +233,12 @@ __global__ void __launch_bounds__(32 * WARPS)
     const u8* source = static_cast<const u8*>(base) + start * itemsize(DT);
     i64 row = ((page_base + page) * page_tokens + offset) * kv_heads + head;
     if (FMT == PLAIN && !is_q && (is_v || (norm == NO_NORM && half == 0))) {
-        copy_lane<W * itemsize(DT)>(source, (is_v ? v_codes : k_codes) + row * D * itemsize(DT), lane);
+        u8* target = (is_v ? v_codes : k_codes) + row * D * itemsize(DT);
+        copy_lane<W * itemsize(DT)>(source, target, lane);
         return;
     }
-    float x[W];
+    float held[1][W];
+    float (&x)[W] = held[0];
     load_lane<DT>(x, source, lane);
     if (!is_v) {
         if (norm != NO_NORM) normalise<DT, D>(x, is_q ? q_weight : k_weight, norm, eps, lane);
@@ -244,5 +249,6 @@ __global__ void __launch_bounds__(32 * WARPS)
         store_lane<DT>(x, static_cast<u8*>(q_out) + target * itemsize(DT), lane);
         return;
     }
-    encode<DT, FMT, D>(x, is_v, Planes{k_codes, k_scales, v_codes, v_scales}, row, rotated, lane);
+    Planes planes{k_codes, k_scales, v_codes, v_scales};
+    encode<DT, FMT, D>(held, is_v, planes, row, rotated, lane);
 }

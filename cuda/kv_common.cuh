@@ -1,5 +1,5 @@
-// What the KV kernels share: names of formats and dtypes, conversions that are one instruction, and
-// operations of one warp on one vector.
+// What the KV kernels share: names of formats and dtypes, conversions that are one instruction,
+// and operations of one warp on one vector.
 //
 // A vector of D values lies in a warp as D / 32 consecutive values a lane: value i is register
 // i % W of lane i / W, W = D / 32. So the stages of the transform and of the sum tree with a
@@ -94,14 +94,13 @@ DEVICE float round_to(float value) {
     return value;
 }
 
-DEVICE float load_as_float(const void* base, i64 index, int dtype) {
-    if (dtype == F32) return static_cast<const float*>(base)[index];
-    u16 bits = static_cast<const u16*>(base)[index];
-    return dtype == BF16 ? bf16_to_float(bits) : half_to_float(bits);
-}
 DEVICE void store_as(void* base, i64 index, int dtype, float value) {
-    if (dtype == F32) static_cast<float*>(base)[index] = value;
-    else static_cast<u16*>(base)[index] = dtype == BF16 ? float_to_bf16(value) : float_to_half(value);
+    if (dtype == F32) {
+        static_cast<float*>(base)[index] = value;
+    } else {
+        u16 bits = dtype == BF16 ? float_to_bf16(value) : float_to_half(value);
+        static_cast<u16*>(base)[index] = bits;
+    }
 }
 
 // ---- vectors in a warp ------------------------------------------------------------------------
@@ -142,6 +141,32 @@ DEVICE void store_lane(const float (&x)[W], void* target, int lane) {
     }
 }
 
+// The same of a vector whose dtype is known when the kernel runs: first the bits, later the
+// values, so that other work fits between.
+template <int W>
+DEVICE void load_bits(u32 (&bits)[W], const void* source, int dtype, int lane) {
+    struct alignas(W * 4 < 16 ? W * 4 : 16) Wide { u32 v[W]; };
+    struct alignas(W * 2) Narrow { u32 v[W / 2]; };
+    if (dtype == F32) {
+        Wide piece = static_cast<const Wide*>(source)[lane];
+#pragma unroll
+        for (int r = 0; r < W; ++r) bits[r] = piece.v[r];
+    } else {
+        Narrow piece = static_cast<const Narrow*>(source)[lane];
+#pragma unroll
+        for (int r = 0; r < W / 2; ++r) bits[r] = piece.v[r];
+    }
+}
+template <int W>
+DEVICE void values_of(float (&x)[W], const u32 (&bits)[W], int dtype) {
+#pragma unroll
+    for (int r = 0; r < W; ++r) {
+        u16 narrow = u16(bits[r / 2] >> 16 * (r % 2));
+        x[r] = dtype == F32 ? __uint_as_float(bits[r])
+                            : (dtype == BF16 ? bf16_to_float(narrow) : half_to_float(narrow));
+    }
+}
+
 // Largest value over groups of LANES neighbouring lanes, in each of them.
 template <int LANES>
 DEVICE float group_max(float value) {
@@ -168,26 +193,29 @@ DEVICE float tree_sum(float (&t)[W]) {
     return total;
 }
 
-// Walsh-Hadamard transform, natural order, not normalised.
-template <int W>
-DEVICE void fwht(float (&y)[W], int lane) {
+// Walsh-Hadamard transform of N vectors, natural order, not normalised; together, because one
+// exchange takes long and the next of the same vector has to wait for it.
+template <int N, int W>
+DEVICE void fwht(float (&y)[N][W], int lane) {
 #pragma unroll
     for (int h = 1; h < W; h *= 2) {
 #pragma unroll
-        for (int i = 0; i < W; ++i) {
-            if ((i & h) == 0) {
-                float a = y[i], b = y[i + h];
-                y[i] = __fadd_rn(a, b);
-                y[i + h] = __fsub_rn(a, b);
+        for (int i = 0; i < N * W; ++i) {
+            int n = i / W, k = i % W;
+            if ((k & h) == 0) {
+                float a = y[n][k], b = y[n][k + h];
+                y[n][k] = __fadd_rn(a, b);
+                y[n][k + h] = __fsub_rn(a, b);
             }
         }
     }
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
 #pragma unroll
-        for (int i = 0; i < W; ++i) {
-            float other = __shfl_xor_sync(FULL_WARP, y[i], distance);
-            y[i] = lane & distance ? __fsub_rn(other, y[i]) : __fadd_rn(y[i], other);
+        for (int i = 0; i < N * W; ++i) {
+            float own = y[i / W][i % W];
+            float other = __shfl_xor_sync(FULL_WARP, own, distance);
+            y[i / W][i % W] = lane & distance ? __fsub_rn(other, own) : __fadd_rn(own, other);
         }
     }
 }
@@ -206,45 +234,60 @@ struct SignMask {
         }
     }
 };
-__constant__ constexpr SignMask<64> SIGNS_64{};
-__constant__ constexpr SignMask<128> SIGNS_128{};
-__constant__ constexpr SignMask<256> SIGNS_256{};
+// Word `index` of the mask. Selections between constants: lanes want different words, and a
+// constant bank serves one address at a time.
+template <int D, int FIRST = 0, int COUNT = D / 32>
+DEVICE u32 sign_word(int index) {
+    if constexpr (COUNT == 1) {
+        constexpr u32 word = SignMask<D>().words[FIRST];
+        return word;
+    } else {
+        u32 low = sign_word<D, FIRST, COUNT / 2>(index);
+        u32 high = sign_word<D, FIRST + COUNT / 2, COUNT / 2>(index);
+        return index & COUNT / 2 ? high : low;
+    }
+}
 
 // The W sign bits of this lane.
 template <int D>
 DEVICE u32 lane_signs(int lane) {
     constexpr int W = D / 32;
-    int word = lane * W / 32;
-    u32 bits = D == 64 ? SIGNS_64.words[word % 2]
-                       : (D == 128 ? SIGNS_128.words[word % 4] : SIGNS_256.words[word % 8]);
-    return bits >> (lane * W % 32);
+    return sign_word<D>(lane * W / 32) >> (lane * W % 32);
 }
 // 1 / sqrt(D) in fp32.
 constexpr float rotation_norm(int d) {
     return d == 64 ? 0.125f : (d == 128 ? 0.08838834764831845f : 0.0625f);
 }
 
-// x -> R x
-template <int D>
-DEVICE void rotate(float (&x)[D / 32], int lane) {
+DEVICE float negated_if(float x, u32 bit) {
+    return __uint_as_float(__float_as_uint(x) ^ ((bit & 1u) << 31));
+}
+
+// x -> R x, N vectors
+template <int D, int N>
+DEVICE void rotate(float (&x)[N][D / 32], int lane) {
+    constexpr int W = D / 32;
     u32 negative = lane_signs<D>(lane);
 #pragma unroll
-    for (int r = 0; r < D / 32; ++r) {
-        x[r] = __uint_as_float(__float_as_uint(x[r]) ^ ((negative >> r & 1u) << 31));
+    for (int i = 0; i < N * W; ++i) {
+        x[i / W][i % W] = negated_if(x[i / W][i % W], negative >> i % W);
     }
     fwht(x, lane);
 #pragma unroll
-    for (int r = 0; r < D / 32; ++r) x[r] = __fmul_rn(x[r], rotation_norm(D));
+    for (int i = 0; i < N * W; ++i) {
+        x[i / W][i % W] = __fmul_rn(x[i / W][i % W], rotation_norm(D));
+    }
 }
 // y -> R^T y
-template <int D>
-DEVICE void unrotate(float (&y)[D / 32], int lane) {
+template <int D, int N>
+DEVICE void unrotate(float (&y)[N][D / 32], int lane) {
+    constexpr int W = D / 32;
     fwht(y, lane);
     u32 negative = lane_signs<D>(lane);
 #pragma unroll
-    for (int r = 0; r < D / 32; ++r) {
-        y[r] = __fmul_rn(y[r], rotation_norm(D));
-        y[r] = __uint_as_float(__float_as_uint(y[r]) ^ ((negative >> r & 1u) << 31));
+    for (int i = 0; i < N * W; ++i) {
+        float scaled = __fmul_rn(y[i / W][i % W], rotation_norm(D));
+        y[i / W][i % W] = negated_if(scaled, negative >> i % W);
     }
 }
 

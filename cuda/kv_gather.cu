@@ -1,10 +1,10 @@
 // Gather: K and V of a run of tokens of one request, dequantised into a contiguous workspace for
 // library attention over a prefix.
 //
-// Grid: ceil(tokens * kv_heads * 2 / (4 * 4)); block: 128, one warp four consecutive tokens of one
-// (head, K or V). No shared memory. Bounded by bytes: reads the stored row, writes D elements.
-// Values are `f32(code) * f32(scale)`, exact; with `restore` the rotation is undone in fp32; one
-// rounding to the dtype of the workspace.
+// Grid: ceil(tokens * kv_heads * 2 / (4 * 4)); block: 128, one warp four consecutive tokens of
+// one (head, K or V). No shared memory. Bounded by bytes: reads the stored row, writes D
+// elements. Values are `f32(code) * f32(scale)`, exact; with `restore` the rotation is undone in
+// fp32; one rounding to the dtype of the workspace.
 #include "kv_common.cuh"
 
 constexpr int WARPS = 4;
@@ -44,8 +44,9 @@ DEVICE void decode(float (&x)[D / 32], const u8* codes, const u16* scales, bool 
     }
 }
 
-// Tokens first..first+tokens-1 of the row of `table` [max_pages]. k_out, v_out: dtype OUT, element
-// (token, head, d) at token * out_token + head * out_head + d. k0: see `Pages`, null without LOW.
+// Tokens first..first+tokens-1 of the row of `table` [max_pages]. k_out, v_out: dtype OUT,
+// element (token, head, d) at token * out_token + head * out_head + d. k0: see `Pages`, null
+// without LOW.
 template <int DT, int FMT, int D, int OUT>
 __global__ void __launch_bounds__(32 * WARPS)
     kv_gather(const u32* table, int max_pages, int page_tokens, u32 layer, u32 pool_pages,
@@ -62,23 +63,23 @@ __global__ void __launch_bounds__(32 * WARPS)
     bool is_v = index / kv_heads % 2;
     int start = int(index / kv_heads / 2) * RUN;
     Pages pages = pages_of(table, max_pages, page_tokens, layer, pool_pages, window, k0);
+    // A run that ends early repeats its last token, and does not store it again.
     float x[RUN][W];
 #pragma unroll
     for (int t = 0; t < RUN; ++t) {
-        if (start + t >= tokens) break;
-        int token = first + start + t;
+        int token = first + min(start + t, tokens - 1);
         i64 row = pages.flat_token(pages.entry(0, token), token) * kv_heads + head;
         const u8* codes = is_v ? v_codes + row * v_row_bytes(FMT, DT, D)
                                : k_codes + row * k_row_bytes(FMT, DT, D);
         const u16* scales = (is_v ? v_scales : k_scales) + row * scale_blocks(FMT, D);
         decode<DT, FMT, D>(x[t], codes, scales, is_v, lane);
     }
+    if constexpr (FMT == INT8 || FMT == K8V4) {
+        if (restore) unrotate<D>(x, lane);
+    }
 #pragma unroll
     for (int t = 0; t < RUN; ++t) {
         if (start + t >= tokens) break;
-        if constexpr (FMT == INT8 || FMT == K8V4) {
-            if (restore) unrotate<D>(x[t], lane);
-        }
         i64 target = i64(start + t) * out_token + head * out_head;
         u8* out = static_cast<u8*>(is_v ? v_out : k_out) + target * itemsize(OUT);
         store_lane<OUT>(x[t], out, lane);

@@ -14,8 +14,11 @@ from headrace.bench.batch import Shape, bench_batch, make_shapes, room
 from headrace.bench.drive import Run, Step, drive, random_prompts
 from headrace.bench.env import machine
 from headrace.bench.latency import bench_latency
+from headrace.bench.loadback import bench_loadback, serve
+from headrace.bench.loadback import room as loadback_room
 from headrace.bench.output import Report, emit
 from headrace.bench.stats import median, percentile, rate
+from headrace.bench.stream import bench_stream
 from headrace.config import EngineConfig
 from headrace.engine import Engine
 from headrace.errors import ConfigError
@@ -325,3 +328,195 @@ def test_progress_is_silent_when_piped(tiny_qwen3):
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert len(done.stdout.splitlines()) == 1
+
+
+PAGE = 64
+
+
+def loadback_config(model, prompt, gen, **options):
+    asked = EngineConfig(
+        model=str(model.path), **{"kv_layout": "paged", "host_bytes": 1, **options}
+    )
+    extra = {**loadback_room(asked, prompt, gen), "skip_tokenizer": True}
+    return dataclasses.replace(asked, **extra)
+
+
+def kv_and_state_bytes(config):
+    with Engine(config) as engine:
+        return engine.kv.bytes_per_token, engine.model_config.state_bytes_per_slot(4)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("tiny_qwen3", "paged"),
+        ("tiny_qwen3", "slots"),
+        ("tiny_hybrid", "paged"),
+        ("tiny_hybrid", "slots"),
+    ],
+)
+def test_loadback_counts_tokens_and_bytes_by_source(tiny, name, layout):
+    """BEN-01, BEN-05: every byte that moved is that of a cached token, or of a state."""
+    prompt, gen = 200, 4
+    config = loadback_config(tiny(name), prompt, gen, kv_layout=layout)
+    report = bench_loadback(config, prompt_len=prompt, gen_len=gen, repeat=1, warmup=1)
+    token, state = kv_and_state_bytes(config)
+    hit = 3 * PAGE
+    rows = {row["source"]: row for row in report.rows}
+    assert list(rows) == (
+        ["cold", "device", "host", "low"] if layout == "paged" else ["cold", "host"]
+    )
+    assert report.parity
+    assert [row["reason"] for row in report.rows] == [None] * len(rows)
+    cached = ("cached_device", "cached_host", "cached_streamed")
+    for row in report.rows:
+        assert (row["pp"], row["tg"]) == (prompt, gen)
+        assert row["computed_tokens"] + sum(row[name] for name in cached) == prompt
+        assert row["step_ms"] == pytest.approx(row["compute_ms"] + row["gate_wait_ms"])
+        assert len(row["stall_ms_by_layer"].split()) == (4 if name == "tiny_qwen3" else 8)
+        assert row["ttft_ms_median"] >= row["ttft_ms_min"] > 0
+        assert (row["link"], row["concurrency"]) == ("memcpy of 64 MiB, best of 5", 1.0)
+    assert rows["cold"]["computed_tokens"] == prompt
+    assert rows["cold"]["h2d_bytes"] == 0
+    assert rows["cold"]["overlap"] is rows["cold"]["h2d_gb_s"] is None
+    assert rows["cold"]["d2h_bytes"] == hit * token + state
+    assert rows["host"]["cached_host"] == hit
+    assert rows["host"]["h2d_bytes"] == hit * token + state
+    assert rows["host"]["d2h_bytes"] == 0
+    assert rows["host"]["overlap"] <= 1
+    assert rows["host"]["h2d_gb_s"] > 0
+    if layout == "paged":
+        assert rows["device"]["cached_device"] == hit
+        assert rows["device"]["h2d_bytes"] == state
+        assert rows["low"]["cached_streamed"] == hit
+        assert rows["low"]["h2d_bytes"] == hit * token + state
+        assert rows["low"]["decode_h2d_bytes"] == hit * token
+        assert rows["low"]["decode_ms_min"] > 0
+        assert rows["low"]["decode_bound_ms"] > 0
+
+
+def test_loadback_over_a_slow_link_waits_at_the_gates(tiny_qwen3):
+    prompt, gen = 200, 2
+    rate = 5_000_000
+    config = loadback_config(tiny_qwen3, prompt, gen, link_bytes_per_s=rate)
+    report = bench_loadback(config, prompt_len=prompt, gen_len=gen, repeat=1, warmup=0)
+    row = next(row for row in report.rows if row["source"] == "host")
+    assert (row["link"], row["link_gb_s"]) == ("imitated", rate / 1e9)
+    least = row["h2d_bytes"] / rate * 1e3
+    assert row["load_ms"] >= least
+    assert row["h2d_gb_s"] <= rate / 1e9
+    # The step cannot end before the copies have, and the last layer waits for its own.
+    assert row["step_ms"] >= least
+    assert row["gate_wait_ms"] > 0
+    assert row["overlap"] == pytest.approx(1 - row["gate_wait_ms"] / row["load_ms"])
+
+
+def test_loadback_with_wrong_tokens_exits_with_1(tiny_qwen3, capsys, monkeypatch):
+    """BEN-01."""
+
+    def broken(engine, scheduler, prompt, gen_len, *, priority="high"):
+        one = serve(engine, scheduler, prompt, gen_len, priority=priority)
+        if priority == "high" or gen_len == 2:
+            return one  # the LOW request of two tokens prepares the row
+        result = FakeResult([0] * gen_len, len(prompt), 8)
+        result.cached_tokens = one.result.cached_tokens
+        result.first_token_ns = result.submitted_ns = 0
+        return dataclasses.replace(one, run=dataclasses.replace(one.run, results=[result]))
+
+    argv = ["bench", "loadback", "--model", str(tiny_qwen3.path), "--prompt", "200"]
+    argv += ["-ntg", "3", "--repeat", "1", "--warmup", "0", "--skip-tokenizer", "-o", "jsonl"]
+    assert cli.main(argv) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["source"] for row in rows] == ["cold", "device", "host", "low"]
+    assert all(row["env"]["kv_layout"] == "paged" for row in rows)
+    assert not ENV_KEYS - set(rows[0]["env"])
+    monkeypatch.setattr("headrace.bench.loadback.serve", broken)
+    assert cli.main(argv) == 1
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["parity"] for row in rows] == [True, True, True, False]
+
+
+def test_loadback_streams_a_prompt_that_ends_with_a_page(tiny_qwen3):
+    """The page that holds the token to be computed must not keep the others on the device."""
+    config = loadback_config(tiny_qwen3, 3 * PAGE, 2)
+    report = bench_loadback(config, prompt_len=3 * PAGE, gen_len=2, repeat=1, warmup=0)
+    assert [row["reason"] for row in report.rows] == [None] * 4
+    assert report.rows[3]["cached_streamed"] == 2 * PAGE
+    assert report.rows[3]["computed_tokens"] == PAGE
+
+
+def test_loadback_says_when_the_prefix_was_not_where_the_row_wants_it(tiny_qwen3):
+    """A prefix that was hit once is not stored yet under this policy, so eviction loses it."""
+    config = loadback_config(tiny_qwen3, 200, 2, write_policy="write_through_selective")
+    report = bench_loadback(config, prompt_len=200, gen_len=2, repeat=1, warmup=0)
+    host = next(row for row in report.rows if row["source"] == "host")
+    assert (host["valid"], host["cached_host"], host["computed_tokens"]) == (False, 0, 200)
+    assert "cached tokens of row host" in host["reason"]
+    assert report.parity
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--prompt", "64"], "prompt 64"),
+        (["--prompt", "1020"], "prompt 1020 + gen-len 16"),
+        (["--prompt", "200", "--max-context", "200"], "max_context is 200"),
+        (["--prompt", "200", "--write-policy", "none"], "write_policy='none'"),
+        (["--prompt", "200", "--host-bytes", "0"], "host_bytes=0"),
+    ],
+)
+def test_loadback_refuses_what_cannot_be_measured(capsys, tiny_qwen3, argv, named):
+    assert cli.main(["bench", "loadback", "--model", str(tiny_qwen3.path), *argv]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert named in captured.err
+
+
+def test_a_batch_with_a_host_tier_stores_and_reads_through_the_copies(tiny_qwen3):
+    shapes = make_shapes([130], [17], [1, 2])
+    config = config_for(tiny_qwen3, shapes, kv_layout="paged", host_bytes=8 * 2**20, policy="fcfs")
+    report = bench_batch(config, shapes, repeat=1, warmup=0)
+    assert report.parity
+    assert all(row["valid"] for row in report.rows)
+    assert report.env["pool_tokens"] == 2 * 192
+
+
+def test_stream_steps_are_bounded_below_by_their_slower_half():
+    """HST-10 on the clock: no step can beat the bound, and each layer reads its own bytes."""
+    report = bench_stream([0.5, 2.0], layers=6, layer_ms=6.0, repeat=2, warmup=0)
+    assert report.parity
+    for row, ratio in zip(report.rows, (0.5, 2.0), strict=True):
+        assert row["ratio"] == ratio
+        assert row["load_ms"] == pytest.approx(6.0 * min(1.0, ratio), rel=1e-3)
+        assert row["compute_ms"] >= 6.0 * min(1.0, 1 / ratio)
+        assert row["step_ms_min"] >= 6 * 6.0
+        assert row["step_per_bound"] >= row["step_per_bound_min"] > 0.9
+        assert row["claimed"] == 1.1
+        assert row["claim_holds"] == (row["step_per_bound"] <= 1.1)
+
+
+def test_one_buffer_cannot_overlap_and_the_ratio_shows_it():
+    [row] = bench_stream([1.0], layers=6, width=1, layer_ms=6.0, repeat=2, warmup=0).rows
+    # Load and compute take turns: 6 x (6 + 6) ms beside 6 x 6 + 6.
+    assert row["step_ms_min"] >= 6 * 12
+    assert row["step_per_bound_min"] > 1.1
+    assert row["claim_holds"] is False
+    assert row["parity"]
+
+
+def test_stream_with_other_bytes_exits_with_1(capsys, monkeypatch):
+    """BEN-01."""
+    argv = ["bench", "stream", "--ratio", "1", "--layers", "2", "--layer-ms", "1"]
+    argv += ["--repeat", "1", "--warmup", "0", "-o", "json"]
+    assert cli.main(argv) == 0
+    monkeypatch.setattr("headrace.bench.stream.np.array_equal", lambda a, b: False)
+    assert cli.main(argv) == 1
+    out = capsys.readouterr().out.splitlines()
+    assert [json.loads(line)["rows"][0]["parity"] for line in out] == [True, False]
+
+
+def test_stream_refuses_a_window_beyond_the_layers():
+    with pytest.raises(ConfigError, match="width=3"):
+        bench_stream([1.0], layers=2, width=3)
+    with pytest.raises(ConfigError, match="ratio=0"):
+        bench_stream([0])

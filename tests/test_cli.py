@@ -53,6 +53,15 @@ BAD = {
     "not a number": (["plan", "--hbm-gib", "nan"], "--hbm-gib"),
     "bad list": (["bench", "batch", "-npl", "1,x"], "-npl"),
     "zero in a list": (["bench", "batch", "--gen-len", "0"], "--gen-len"),
+    "bad ratio": (["bench", "stream", "--ratio", "1,nan"], "--ratio"),
+    "bad link": (["plan", "--link-gbps", "inf"], "--link-gbps"),
+    "page that is no power of two": (["plan", "--kv-layout", "paged", "--page-size", "96"], "96"),
+    "pages with slots": (["plan", "--num-pages", "8"], "num_pages"),
+    "window beyond the layers": (
+        ["plan", "--model", "qwen3-8b", "--kv-layout", "paged", "--slot-widths", "37"],
+        "36 layers",
+    ),
+    "host tier below a page": (["plan", "--model", "qwen3-8b", "--host-bytes", "1000"], "1000"),
     "bad format": (["bench", "alloc", "-o", "xml"], "xml"),
     "flags that contradict": (["plan", "--slots", "1", "--slots", "2"], "contradict"),
     "switches that contradict": (
@@ -310,3 +319,74 @@ def test_a_flag_that_is_not_a_number_is_refused_for_what_it_is(capsys):
     """REQ-05: NaN is not equal to itself, which once looked like two flags that contradict."""
     assert cli.main(["generate", "--prompt", "x", "--temperature", "nan"]) == 2
     assert "temperature=nan" in capsys.readouterr().err
+
+
+PAGED_27B = ("--model", "qwen3.5-27b-fp8", "--kv-layout", "paged", "--slots", 8)
+
+
+def test_plan_shows_pages_windows_and_the_price_of_streaming(capsys):
+    """allocator.md section 9 and streaming.md section 12: 16 KV layers, w = 2, sigma = 8."""
+    plan = plan_json(capsys, *PAGED_27B, "--context", 65_536, "--link-gbps", 51)
+    assert plan["kv_bytes_total"] == plan["pages"]["pool_bytes"] == 8 * 65_536 * 65_536
+    assert plan["pages"] == {
+        "pages": 8 * 1024,
+        "page_tokens": 64,
+        "width": 2,
+        "raw_page_bytes": 64 * 65_536,
+        "low_page_bytes": 64 * 65_536 // 8,
+        "low_pages_per_raw_page": 8,
+        "low_tokens_per_raw_page": 512,
+        "pool_bytes": 8 * 65_536 * 65_536,
+    }
+    stream = plan["stream"]
+    assert stream["bytes_per_token_step"] == 65_536
+    assert stream["step_ms"] == pytest.approx(84.2, abs=0.1)
+    assert stream["tokens_per_s_cap"] == pytest.approx(11.9, abs=0.05)
+    assert stream["tokens_per_ms"] == pytest.approx(778, abs=1)
+    assert plan["host"] is None
+    slots = plan_json(capsys, "--model", "qwen3.5-27b-fp8", "--slots", 8, "--context", 65_536)
+    assert slots["pages"] is slots["stream"] is slots["host"] is None
+    assert slots["kv_bytes_total"] == plan["kv_bytes_total"]
+
+
+def test_plan_sizes_the_host_tier_as_the_engine_does(capsys, tiny):
+    """prefix_tree.md section 6: snapshots and KV are sized together."""
+    host_bytes = 2**37
+    host = plan_json(capsys, *PAGED_27B, "--context", 4096, "--host-bytes", host_bytes)["host"]
+    snapshot = 150_994_944 + 2_949_120
+    # Beside what aligns the planes: a state for every 4,096 tokens of KV.
+    assert host["snapshots"] == (host_bytes - 4 * 256) // (4096 * 65_536 + snapshot)
+    assert host["pages"] == (host_bytes - 4 * 256 - host["snapshots"] * snapshot) // (64 * 65_536)
+    assert host["tokens"] == 64 * host["pages"] >= 4096 * host["snapshots"]
+    assert host["used_bytes"] <= host["budget_bytes"] == host_bytes
+
+    from headrace import Engine, EngineConfig
+
+    model = tiny("tiny_hybrid").path
+    options = {"host_bytes": 2**24, "snapshot_interval": 256}
+    flags = ["--host-bytes", 2**24, "--snapshot-interval", 256, "--dtype", "float32"]
+    host = plan_json(capsys, "--model", model, *flags, "--context", 256)["host"]
+    with Engine(EngineConfig(model=str(model), max_context=256, **options)) as engine:
+        memory = engine.make_scheduler().memory_stats()
+    assert (host["pages"], host["snapshots"]) == (memory["host_total"], memory["snapshots_total"])
+
+
+def test_plan_with_pages_says_how_many_fit(capsys):
+    argv = ["--model", "qwen3-8b", "--kv-layout", "paged", "--context", 8192, "--hbm-gib", 24]
+    plan = plan_json(capsys, *argv, "--num-pages", 10)
+    most = plan["max_pages_that_fit"]
+    assert plan["max_slots_that_fit"] is None
+    assert run(capsys, "plan", *argv, "--num-pages", most)[0] == 0
+    code, out, err = run(capsys, "plan", *argv, "--num-pages", most + 1)
+    assert (code, out) == (2, "")
+    assert f"{most} pages" in err
+    by_slots = plan_json(capsys, *argv)
+    assert by_slots["max_pages_that_fit"] == most
+    assert by_slots["max_slots_that_fit"] == most // (8192 // 64)
+
+
+def test_plan_table_with_pages_is_readable_in_lines(capsys):
+    code, out, _ = run(capsys, "plan", *PAGED_27B, "--context", 65_536, "--host-bytes", 2**37)
+    assert code == 0
+    for text in ("HIGH page, 64 tokens", "LOW page, 2 layers", "sigma = 8", "65,536 bytes per LOW"):
+        assert text in out

@@ -1,6 +1,7 @@
 """Engine options: bad values are refused by name, every variable has its effect (REQ-07)."""
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -236,3 +237,13 @@ def test_deterministic_takes_a_bool(value, stored):
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:15"])
 def test_good_devices(device):
     assert EngineConfig(model="m", device=device).device == device
+
+
+def test_the_table_of_the_readme_is_the_option_table():
+    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    rows = []
+    for row in option_table():
+        variables = ", ".join(f"`{variable}`" for variable in row.variables)
+        cells = (f"`{row.name}`", variables, row.default, row.help)
+        rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    assert "\n".join(rows) in text

@@ -79,7 +79,7 @@ def forward(step):
 
 def test_every_plane_makes_the_round_trip_as_one_unit():
     cache = Cache()
-    with_queue = cache.queue()
+    with_queue = cache.queue(copy_check=True)
     rng = np.random.default_rng(1)
     for tensor in cache.device.values():
         tensor[:] = rng.integers(0, 200, tensor.shape, np.uint8)

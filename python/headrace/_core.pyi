@@ -682,6 +682,7 @@ class CopyQueue:
     deadline: seconds that a copy may take; waits at gates may take twice that.
     max_jobs: jobs that may live; `QueueFull` beyond it.
     max_outcomes: outcomes kept for `poll`; the oldest goes first.
+    copy_check: compare a checksum per piece, plane and layer of what is stored and later loaded.
     """
 
     def __new__(
@@ -692,6 +693,7 @@ class CopyQueue:
         deadline: float = 30.0,
         max_jobs: int = 1024,
         max_outcomes: int = 16384,
+        copy_check: bool = False,
     ) -> CopyQueue: ...
     def start_step(
         self,

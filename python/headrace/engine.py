@@ -249,6 +249,7 @@ class Engine:
             page_size=self.config.page_size,
             timeout_s=self.config.copy_timeout_s,
             link_bytes_per_s=self.config.link_bytes_per_s or None,
+            copy_check=self.config.copy_check,
         )
 
     def _memory_config(
@@ -346,8 +347,8 @@ class Engine:
     def allocate_batch_slots(self, n: int) -> None:
         """Set how many slots are in use, 1 to `max_batch_size`.
 
-        Raises `ConfigError` with pages, for another number, or if a slot that would go is taken; nothing
-        changes then.
+        Raises `ConfigError` with pages, for another number, or if a slot that would go is taken;
+        nothing changes then.
         """
         self._check_slots()
         limit = self.config.max_batch_size

@@ -49,17 +49,13 @@ class PageStateError(HeadraceError, ValueError):
     """A page that is not in the state a call needs; nothing changed.
 
     `index` is the position in the call of the first bad page (`page`, `start`), `fault` says what
-    is wrong with it.
+    is wrong with it. A host page has its number in `page` and no more.
     """
 
     index: int
     page: int
     start: int
     fault: str
-
-
-class PageStateError(HeadraceError, ValueError):
-    """A page in a state the call does not allow: free already, listed twice, not of this pool."""
 
 
 class LeaseReleased(HeadraceError, RuntimeError):
@@ -85,8 +81,8 @@ class ForkedProcess(HeadraceError, RuntimeError):
 class CopyError(HeadraceError, RuntimeError):
     """A copy between host and device failed or did not end in time; what it wrote is not valid.
 
-    `job`, `page`, `plane`, `layer`: what is known of the place, else None. `settled` is False if the
-    device may still touch the job's pages: they must not be handed out again.
+    `job`, `page`, `plane`, `layer`: what is known of the place, else None. `settled` is False if
+    the device may still touch the job's pages: they must not be handed out again.
     """
 
     job: int

@@ -221,7 +221,10 @@ class LLM:
         return self.loop.submit(ids, params, prompt=text, priority=priority, stream=stream)
 
     def stats(self) -> dict[str, object]:
-        """Counts of requests, pages, cache hits by tier, preemptions and copies."""
+        """Counts of requests, pages, cache hits by tier, preemptions and copies.
+
+        `headrace.stats.collect` says what each name means.
+        """
         return self.loop.stats()
 
 

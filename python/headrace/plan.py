@@ -1,7 +1,8 @@
 """Memory arithmetic of one rank: weights, KV, state, workspace, and what fits in a budget.
 
 Reads configurations, never weights. KV bytes come from the functions the KV cache itself uses, on
-the configuration of one rank, so plan and pools cannot drift apart. Not counted: what a driver and
+the configuration of one rank, so plan and pools cannot drift apart; those of the host tier likewise
+come from the function that sizes it. Not counted: what a driver and
 a library take for themselves, and on a CPU the second, reordered copy of a tied head.
 """
 
@@ -14,7 +15,8 @@ import torch
 from headrace.backends.base import PREFILL_TILE
 from headrace.config import MAX_BATCH_SIZE
 from headrace.errors import ConfigError, ModelError
-from headrace.kv.cache import check_width, kv_layout
+from headrace.kv.cache import check_width
+from headrace.kv.cache import kv_layout as layout_of
 from headrace.kv.formats import KVLayout, parse_kv_format
 from headrace.loading.gguf_file import GgufFile
 from headrace.loading.pull import PULLABLE
@@ -23,9 +25,12 @@ from headrace.loading.safetensors_folder import read_config
 from headrace.models.config import ModelConfig
 from headrace.models.known import KNOWN_CONFIGS
 from headrace.models.tensors import weight_bytes
+from headrace.tiers import host_sizes
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _FLOAT32 = 4
+# What PCIe gen5 x16 moves in large copies, as measured on one H200 machine.
+LINK_BYTES_PER_S = 55e9
 # What `sampling` takes per vocabulary entry of a row, and how many rows go through it at once
 # (`sampling.ROWS_PER_PASS`: 16 rows of 150k entries take 150 MB).
 _SAMPLING_BYTES = 64
@@ -38,6 +43,9 @@ class MemoryPlan:
 
     `budget_bytes` and what follows from it are None without a budget. A dense model has no state.
     `max_slots_that_fit` is at `context`, `max_context_that_fits` at `slots`; 0 if nothing fits.
+    Both are None if the number of pages is given; `max_pages_that_fit` is None with slots.
+    `kv_bytes_total` is that of the pool: slots, or pages. `pages` and `stream` are None with slots,
+    `host` without a host tier.
     """
 
     model: str
@@ -58,6 +66,10 @@ class MemoryPlan:
     left_bytes: int | None = None
     max_slots_that_fit: int | None = None
     max_context_that_fits: int | None = None
+    max_pages_that_fit: int | None = None
+    pages: "PagePlan | None" = None
+    host: "HostPlan | None" = None
+    stream: "StreamPlan | None" = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +89,79 @@ class PagePlan:
     low_pages_per_raw_page: int
     low_tokens_per_raw_page: int
     pool_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostPlan:
+    """What the host memory of one rank holds. `tokens`: KV of cached or streamed tokens at once."""
+
+    budget_bytes: int
+    used_bytes: int
+    pages: int
+    tokens: int
+    snapshots: int
+    snapshot_bytes: int
+    snapshot_interval: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamPlan:
+    """What LOW streaming costs: a decode step moves the KV of every LOW token over the link once.
+
+    `step_ms` is that time for one request of `context` tokens, `tokens_per_s_cap` what all LOW
+    requests of that size generate together at most, whatever their number. `tokens_per_ms` LOW
+    tokens are streamed in a millisecond of a step, free of charge where the step is that long.
+    """
+
+    link_bytes_per_s: float
+    bytes_per_token_step: int
+    context: int
+    step_ms: float
+    tokens_per_s_cap: float
+    tokens_per_ms: float
+
+
+def plan_host(
+    layout: KVLayout,
+    *,
+    budget_bytes: int,
+    page_tokens: int,
+    state_bytes: int,
+    snapshot_interval: int,
+) -> HostPlan:
+    """Divide a budget as the engine does. Raises `ConfigError` if it does not hold one page."""
+    sizes = host_sizes(
+        budget_bytes,
+        layout,
+        page_size=page_tokens,
+        state_bytes=state_bytes,
+        snapshot_interval=snapshot_interval,
+    )
+    return HostPlan(
+        budget_bytes=budget_bytes,
+        used_bytes=sizes.nbytes,
+        pages=sizes.pages,
+        tokens=sizes.pages * page_tokens,
+        snapshots=sizes.snapshots,
+        snapshot_bytes=state_bytes,
+        snapshot_interval=snapshot_interval,
+    )
+
+
+def plan_stream(layout: KVLayout, *, context: int, link_bytes_per_s: float) -> StreamPlan:
+    """Compute what streaming costs over a link; `ConfigError` if its rate is not positive."""
+    if not 0 < link_bytes_per_s < float("inf"):
+        raise ConfigError(f"link={link_bytes_per_s!r} bytes/s: accepted is a number above 0")
+    token = layout.bytes_per_token
+    step_s = context * token / link_bytes_per_s
+    return StreamPlan(
+        link_bytes_per_s=link_bytes_per_s,
+        bytes_per_token_step=token,
+        context=context,
+        step_ms=step_s * 1e3,
+        tokens_per_s_cap=1 / step_s,
+        tokens_per_ms=link_bytes_per_s / token / 1e3,
+    )
 
 
 def plan_pages(layout: KVLayout, *, pages: int, page_tokens: int, width: int) -> PagePlan:
@@ -131,17 +216,25 @@ def make_plan(
     context: int | None = None,
     max_batch_tokens: int = 512,
     budget_bytes: int | None = None,
+    kv_layout: str = "slots",
+    page_size: int = 64,
+    num_pages: int | None = None,
+    slot_widths: int = 2,
+    host_bytes: int = 0,
+    snapshot_interval: int = 4096,
+    link_bytes_per_s: float = LINK_BYTES_PER_S,
 ) -> MemoryPlan:
     """Compute the bytes of one rank of `tp`.
 
     dtype "auto" is the checkpoint's own (an engine on a CPU takes float32 instead); context None is
-    the model's limit.
+    the model's limit, num_pages None what the slots would take. host_bytes are those of the rank.
 
     Raises
     ------
     ConfigError
-        `tp` does not divide the model, `context` is beyond its limit, or `kv_dtype` is unknown or
-        cannot store its heads.
+        `tp` does not divide the model, `context` is beyond its limit, `kv_dtype` is unknown or
+        cannot store its heads, `slot_widths` is beyond the KV layers, or `host_bytes` holds no
+        page.
     """
     dtype = config.dtype if dtype == "auto" else dtype
     kv_format = parse_kv_format(
@@ -155,11 +248,19 @@ def make_plan(
     rank = rank_config(config, tp)
     itemsize = _DTYPES[dtype].itemsize
     weights = _rank_weight_bytes(rank, tp, itemsize)
-    layout = kv_layout(rank, kv_format)
+    layout = layout_of(rank, kv_format)
     state = rank.state_bytes_per_slot(itemsize)
 
+    paged = kv_layout == "paged"
+
+    def pool(slots: int, context: int) -> tuple[int, int]:
+        """Pages of the KV pool, and tokens of each."""
+        if not paged:
+            return slots, context
+        return num_pages or slots * -(-context // page_size), page_size
+
     def total(slots: int, context: int) -> int:
-        kv = layout.pool_bytes(slots, context)
+        kv = layout.pool_bytes(*pool(slots, context))
         workspace = workspace_bytes(rank, slots, context, max_batch_tokens, itemsize)
         return weights + kv + slots * state + workspace
 
@@ -174,17 +275,39 @@ def make_plan(
         kv_layers=layout.layers,
         kv_bytes_per_token=layout.bytes_per_token,
         kv_bytes_per_slot=layout.bytes_per_slot(context),
-        kv_bytes_total=layout.pool_bytes(slots, context),
+        kv_bytes_total=layout.pool_bytes(*pool(slots, context)),
         state_bytes_per_slot=state,
         workspace_bytes=workspace_bytes(rank, slots, context, max_batch_tokens, itemsize),
         total_bytes=total(slots, context),
+        pages=plan_pages(
+            layout, pages=pool(slots, context)[0], page_tokens=page_size, width=slot_widths
+        )
+        if paged
+        else None,
+        host=plan_host(
+            layout,
+            budget_bytes=host_bytes,
+            page_tokens=page_size,
+            state_bytes=state,
+            snapshot_interval=snapshot_interval,
+        )
+        if host_bytes
+        else None,
+        stream=plan_stream(layout, context=context, link_bytes_per_s=link_bytes_per_s)
+        if paged
+        else None,
     )
     if budget_bytes is None:
         return plan
+    plan = replace(plan, budget_bytes=budget_bytes, left_bytes=budget_bytes - plan.total_bytes)
+    if paged:
+        for_pages = budget_bytes - plan.total_bytes + plan.kv_bytes_total
+        fits = max(0, for_pages // layout.bytes_per_page(page_size))
+        plan = replace(plan, max_pages_that_fit=fits)
+    if paged and num_pages is not None:
+        return plan
     return replace(
         plan,
-        budget_bytes=budget_bytes,
-        left_bytes=budget_bytes - plan.total_bytes,
         max_slots_that_fit=_largest(MAX_BATCH_SIZE, lambda n: total(n, context) <= budget_bytes),
         max_context_that_fits=_largest(
             config.max_position, lambda n: total(slots, n) <= budget_bytes
@@ -196,13 +319,18 @@ def check_fits(plan: MemoryPlan) -> None:
     """Raise `ConfigError` with the numbers if the plan has a budget and is beyond it."""
     if plan.left_bytes is None or plan.left_bytes >= 0:
         return
+    fits = []
+    if plan.max_slots_that_fit is not None:
+        fits.append(f"{plan.max_slots_that_fit} slots of {plan.context} tokens")
+        fits.append(f"{plan.slots} slots of {plan.max_context_that_fits}")
+    if plan.max_pages_that_fit is not None:
+        fits.append(f"{plan.max_pages_that_fit} pages")
     raise ConfigError(
         f"{plan.model} with {plan.slots} slots of {plan.context} tokens needs "
         f"{plan.total_bytes:,} bytes a rank (weights {plan.weights_bytes:,}, KV "
         f"{plan.kv_bytes_total:,}, state {plan.slots * plan.state_bytes_per_slot:,}, workspace "
         f"{plan.workspace_bytes:,}), {plan.budget_bytes:,} are there, {-plan.left_bytes:,} are "
-        f"missing; what fits is {plan.max_slots_that_fit} slots of {plan.context} tokens, or "
-        f"{plan.slots} slots of {plan.max_context_that_fits}; lower slots or context, or raise tp"
+        f"missing; what fits is {', or '.join(fits)}; lower slots, pages or context, or raise tp"
     )
 
 

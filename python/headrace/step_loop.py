@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from headrace._core import RequestResult, StepPlan
+from headrace._core import RequestResult, Scheduler, StepPlan
 from headrace.config import checks_enabled
 from headrace.engine import Engine
 from headrace.errors import EngineClosed, HeadraceError, InvalidRequest
@@ -30,6 +30,7 @@ from headrace.request import (
     TokenLogprobs,
 )
 from headrace.sampling import SampleResult
+from headrace.stats import collect
 from headrace.text.stream import TextStream
 from headrace.text.tokenizer import Tokenizer
 
@@ -141,13 +142,8 @@ class StepLoop:
             return list(self._live)
 
     def stats(self) -> dict[str, object]:
-        """Counts of the scheduler, its memory and its copies; each part true at one instant."""
-        return {
-            **self.scheduler.stats(),
-            "slots": self.engine.slots.stats(),
-            "memory": self.scheduler.memory_stats(),
-            "copies": None if self._copies is None else self._copies.stats(),
-        }
+        """Counts of requests, memory and copies by the names of `headrace.stats.collect`."""
+        return collect(self.scheduler, self.engine.slots, self._copies)
 
     @property
     def alive(self) -> bool:
@@ -221,24 +217,7 @@ class StepLoop:
         self._commit(plan, live, sampled)
 
     def _execute(self, plan: StepPlan) -> SampleResult:
-        if self._copies is None:
-            return self.engine.execute(plan)
-        # What a preemption parks must be under way before its pages are wanted.
-        self.scheduler.start_stores(self._copies)
-        gates = None
-        if plan.has_copies:
-            try:
-                gates = self.scheduler.start_step(plan, self._copies)
-            except HeadraceError:
-                # The rows that needed them are told at the commit, and start again.
-                _LOG.warning("the copies of a step were refused", exc_info=True)
-        try:
-            return self.engine.execute(plan, gates)
-        finally:
-            # Also when the forward failed: the queue must not wait for layers that never come.
-            if gates is not None:
-                gates.release()
-                gates.finish()
+        return execute_plan(self.engine, self.scheduler, plan)
 
     def _commit(self, plan: StepPlan, live: list[_Live | None], sampled: SampleResult) -> None:
         tokens = sampled.token_ids
@@ -293,6 +272,33 @@ class StepLoop:
             live.future.set_result(output)
             if live.stream is not None:
                 live.stream.put(None)
+
+
+def execute_plan(engine: Engine, scheduler: Scheduler, plan: StepPlan) -> SampleResult:
+    """Run a plan with the copies that belong to it.
+
+    scheduler: the one that made the plan, connected to the engine's copy queue if it has one.
+    Raises what the forward raises; copies that are refused count as failed and raise nothing.
+    """
+    if engine.tier is None:
+        return engine.execute(plan)
+    copies = engine.tier.queue
+    # What a preemption parks must be under way before its pages are wanted.
+    scheduler.start_stores(copies)
+    gates = None
+    if plan.has_copies:
+        try:
+            gates = scheduler.start_step(plan, copies)
+        except HeadraceError:
+            # The rows that needed them are told at the commit, and start again.
+            _LOG.warning("the copies of a step were refused", exc_info=True)
+    try:
+        return engine.execute(plan, gates)
+    finally:
+        # Also when the forward failed: the queue must not wait for layers that never come.
+        if gates is not None:
+            gates.release()
+            gates.finish()
 
 
 def _output(live: _Live, result: RequestResult, tokenizer: Tokenizer | None) -> RequestOutput:

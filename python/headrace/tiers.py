@@ -73,7 +73,8 @@ def host_sizes(
 class HostTier:
     """Host memory of `sizes`, and a queue over the planes of an engine's pools.
 
-    link_bytes_per_s: rate of an imitated link, or None.
+    link_bytes_per_s: rate of an imitated link, or None. copy_check: compare checksums of pages that
+    come back.
 
     Raises
     ------
@@ -91,6 +92,7 @@ class HostTier:
         page_size: int,
         timeout_s: float,
         link_bytes_per_s: int | None,
+        copy_check: bool = False,
     ) -> None:
         self.memory = HostMemory(sizes.nbytes)
         self._used = 0
@@ -120,7 +122,13 @@ class HostTier:
             state_planes=state_planes,
         )
         self.device = CpuDevice(link_bytes_per_s)
-        self.queue = CopyQueue(self.device, self.planes, deadline=timeout_s, max_jobs=_MAX_JOBS)
+        self.queue = CopyQueue(
+            self.device,
+            self.planes,
+            deadline=timeout_s,
+            max_jobs=_MAX_JOBS,
+            copy_check=copy_check,
+        )
 
     def close(self) -> None:
         """End all copies, then let the memory go."""

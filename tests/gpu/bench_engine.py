@@ -31,8 +31,10 @@ RUNS = {
         )
     },
 }
-SHOWN = ("b", "pp", "step_ms_median", "device_ms_median", "step_ms_floor", "floor_ratio", "s_tg_tps",
-         "speedup_vs_b1", "s_pp_tps", "prefill_device_s", "lone_ratio", "parity")  # fmt: skip
+SHOWN = (
+    "b", "pp", "step_ms_median", "device_ms_median", "step_ms_floor", "floor_ratio", "s_tg_tps",
+    "speedup_vs_b1", "s_pp_tps", "prefill_device_s", "lone_ratio", "parity",
+)  # fmt: skip
 
 
 def main() -> int:
@@ -42,8 +44,7 @@ def main() -> int:
         start = time.perf_counter()
         done = subprocess.run(
             [sys.executable, "-m", "headrace.cli", "bench", *RUNS[name].split(), *COMMON.split()],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            capture_output=True,
             text=True,
             check=False,
         )

@@ -142,8 +142,8 @@ def _tree_ns(repeat: int) -> dict[str, float | None]:
     """Look up 32,768 tokens in pages of 64, publish page by page, evict from 1,000 leaves."""
     tree = _core.PrefixTree(_PAGE, policy="none")
     prompt = np.arange(_MATCH_TOKENS + 1)
-    insert_ns: list[float | None] = []
-    match_ns: list[float | None] = []
+    insert_ns: list[float] = []
+    match_ns: list[float] = []
     for _ in range(repeat):
         lease = tree.match_prefix(0, [])
         for page, start in enumerate(range(0, _MATCH_TOKENS, _PAGE)):

@@ -11,13 +11,16 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace._core import RequestResult, Scheduler
+from headrace._core import RequestResult, Scheduler, StepPlan
 from headrace.engine import Engine
 from headrace.errors import ConfigError
 from headrace.request import SamplingParams
+from headrace.step_loop import execute_plan
 
 _MS = 1e3
 _NS = 1e-9
+# Between two looks at whether requests are left that wait for a copy.
+_COPY_WAIT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +127,7 @@ def drive(
     """Run prompts together, `gen_len` greedy tokens each, past any end-of-text token."""
     params = SamplingParams(max_tokens=gen_len, ignore_eos=True)
     engine.runner.timed = True
-    scheduler = engine.make_scheduler()
+    scheduler = new_scheduler(engine)
     try:
         start = clock()
         ids = [scheduler.submit(prompt, engine.sampling_spec(params)) for prompt in prompts]
@@ -132,18 +135,52 @@ def drive(
         wall_s = clock() - start
         results = [scheduler.take_result(request_id) for request_id in ids]
     finally:
-        scheduler.close()
+        end(engine, scheduler)
     return Run(wall_s=wall_s, steps=steps, results=results)
+
+
+def new_scheduler(engine: Engine) -> Scheduler:
+    """Return a scheduler with an empty cache, connected to the engine's copies."""
+    scheduler = engine.make_scheduler()
+    if engine.tier is not None:
+        scheduler.connect(engine.tier.queue)
+    return scheduler
+
+
+def step(engine: Engine, scheduler: Scheduler, plan: StepPlan) -> None:
+    """Do what the engine thread does with a plan, its copies included."""
+    scheduler.commit(plan, execute_plan(engine, scheduler, plan).token_ids)
+    if engine.tier is not None:
+        scheduler.start_stores(engine.tier.queue)
+
+
+def end(engine: Engine, scheduler: Scheduler) -> None:
+    """Close a scheduler, and wait until no copy reads or writes what the next one will own."""
+    scheduler.close()
+    if engine.tier is not None:
+        engine.tier.queue.drain()
 
 
 def _steps(engine: Engine, scheduler: Scheduler, clock: Callable[[], float]) -> Iterator[Step]:
     while True:
         start = clock()
-        plan = scheduler.next_plan(0.0)
+        plan = next_plan(scheduler)
         if plan is None:
             return
-        scheduler.commit(plan, engine.execute(plan).token_ids)
+        step(engine, scheduler, plan)
         yield Step(clock() - start, plan.num_decode, plan.num_rows, engine.runner.device_s)
+
+
+def next_plan(scheduler: Scheduler) -> StepPlan | None:
+    """Next step, or None when no request is left; waits where a copy must end first."""
+    while (plan := scheduler.next_plan(0.0)) is None:
+        counts = scheduler.stats()
+        if not counts["waiting"] and not counts["running"]:
+            return None
+        plan = scheduler.next_plan(_COPY_WAIT_S)
+        if plan is not None:
+            return plan
+    return plan
 
 
 def random_prompts(

@@ -10,6 +10,8 @@ from headrace.commands.options import (
     add_output_option,
     engine_config,
     integer_list,
+    number_list,
+    positive_number,
 )
 
 if TYPE_CHECKING:
@@ -27,6 +29,8 @@ def add(commands: "Commands") -> None:
     _add_alloc(benches)
     _add_kv(benches)
     _add_quality(benches)
+    _add_loadback(benches)
+    _add_stream(benches)
 
 
 def _add_batch(benches: "Commands") -> None:
@@ -119,6 +123,54 @@ def _add_quality(benches: "Commands") -> None:
     parser.set_defaults(run=run_quality)
 
 
+def _add_loadback(benches: "Commands") -> None:
+    parser = benches.add_parser(
+        "loadback",
+        help="a prompt cold, cached on the device, in host memory, and streamed from there",
+        description="Serve the same prompt from every place its KV can be; pages unless the layout "
+        "is set, slots have no cache on the device and do not stream. The default host tier holds "
+        "all that is needed.",
+    )
+    add_count_option(parser, "--prompt", "-npp", default=1024, text="tokens of the prompt")
+    add_count_option(parser, "--gen-len", "-ntg", default=16, text="tokens to generate", least=2)
+    add_count_option(parser, "--repeat", default=3, text="measured runs")
+    add_count_option(parser, "--warmup", default=1, text="runs before them", least=0)
+    add_output_option(parser)
+    add_engine_options(parser)
+    parser.set_defaults(run=run_loadback)
+
+
+def _add_stream(benches: "Commands") -> None:
+    parser = benches.add_parser(
+        "stream",
+        help="steps of LOW streaming against what their slower half allows",
+        description="Drive the copy queue over an imitated link, with a wait for each layer's "
+        "compute. A ratio is load over compute of a layer, the larger takes --layer-ms.",
+    )
+    parser.add_argument(
+        "--ratio",
+        type=number_list,
+        default="0.25,0.5,1,2,4",
+        action=Once,
+        metavar="X,X",
+        help="load over compute (default 0.25,0.5,1,2,4)",
+    )
+    parser.add_argument(
+        "--layer-ms",
+        type=positive_number,
+        default=4.0,
+        action=Once,
+        metavar="X",
+        help="the slower of load and compute of a layer (default 4)",
+    )
+    add_count_option(parser, "--layers", default=64, text="layers")
+    add_count_option(parser, "--slot-widths", default=2, text="layers of the window")
+    add_count_option(parser, "--repeat", default=7, text="measured runs")
+    add_count_option(parser, "--warmup", default=1, text="runs before them", least=0)
+    add_output_option(parser)
+    parser.set_defaults(run=run_stream)
+
+
 def run_batch(args: argparse.Namespace) -> int:
     """Run `bench batch`. Raises `ConfigError` before anything runs."""
     from headrace.bench.batch import bench_batch, make_shapes, room
@@ -177,6 +229,46 @@ def run_kv(args: argparse.Namespace) -> int:
     )
     emit(report, args.output)
     return 0
+
+
+def run_loadback(args: argparse.Namespace) -> int:
+    """Run `bench loadback`. Raises `ConfigError` before anything runs."""
+    from headrace.bench.loadback import bench_loadback, room
+    from headrace.bench.output import Ticker, emit
+
+    # A host tier of one byte stands for one that will be large enough, until its size is known.
+    asked = engine_config(args, kv_layout="paged", host_bytes=1)
+    options = room(asked, args.prompt, args.gen_len)
+    with Ticker("bench loadback") as ticker:
+        report = bench_loadback(
+            engine_config(args, kv_layout="paged", **options),
+            prompt_len=args.prompt,
+            gen_len=args.gen_len,
+            repeat=args.repeat,
+            warmup=args.warmup,
+            on_run=ticker.tick,
+        )
+    emit(report, args.output)
+    return 0 if report.parity else 1
+
+
+def run_stream(args: argparse.Namespace) -> int:
+    """Run `bench stream`; 1 if a layer read other bytes than its own. Raises `ConfigError`."""
+    from headrace.bench.output import Ticker, emit
+    from headrace.bench.stream import bench_stream
+
+    with Ticker("bench stream") as ticker:
+        report = bench_stream(
+            args.ratio,
+            layers=args.layers,
+            width=args.slot_widths,
+            layer_ms=args.layer_ms,
+            repeat=args.repeat,
+            warmup=args.warmup,
+            on_run=ticker.tick,
+        )
+    emit(report, args.output)
+    return 0 if report.parity else 1
 
 
 def run_quality(args: argparse.Namespace) -> int:

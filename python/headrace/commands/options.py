@@ -135,6 +135,23 @@ def integer_list(text: str) -> list[int]:
     return list(dict.fromkeys(integer(1)(part) for part in text.split(",")))
 
 
+def number_list(text: str) -> list[float]:
+    """Parse `0.5,1,2`: positive numbers, each once, in the order given."""
+    return list(dict.fromkeys(positive_number(part) for part in text.split(",")))
+
+
+def positive_number(text: str) -> float:
+    """Parse a finite number above zero."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    # A comparison with NaN is false, so NaN is refused here too.
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: accepted is a number above 0")
+    return value
+
+
 def _add_engine_option(
     group: "argparse._ArgumentGroup",
     row: OptionRow,

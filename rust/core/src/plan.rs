@@ -287,7 +287,10 @@ mod tests {
         assert_eq!(plan.positions, [5, 64, 65, 66]);
         assert_eq!(plan.token_slots, [2, 0, 0, 0]);
         assert_eq!(plan.token_pages, [2, 9, 9, 9]);
-        assert_eq!((plan.block_tables, plan.table_offsets), (vec![2, 7, 9], vec![0, 1, 3]));
+        assert_eq!(
+            (plan.block_tables, plan.table_offsets),
+            (vec![2, 7, 9], vec![0, 1, 3])
+        );
         assert_eq!((plan.sample_rows, plan.sample_index), (vec![0], vec![0]));
         assert_eq!(plan.sampling.history_tokens, [1, 2, 9]);
         assert_eq!(plan.sampling.history_prompt_lens, [2]);

@@ -5,9 +5,11 @@
 //! [`Ticket`], which only [`Device::record`] returns: such a wait cannot be written down.
 
 use std::any::Any;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use headrace_core::sync::Mutex;
 use headrace_core::{CopyPlan, Error, LayerKind, Mechanism, Result, Run, Thresholds};
 
 use crate::regions::{CopyMemory, Region};
@@ -106,6 +108,32 @@ pub struct LayerCopy {
     pub layer: LayerKind,
     /// Running index of a streamed layer; without meaning in others.
     pub k: u64,
+    /// Checksums to write (store) or to compare with (load).
+    pub sums: Option<Arc<Sums>>,
+}
+
+/// Checksum of every stored piece by (plane, host offset), with its length. One lock, taken alone.
+pub struct Sums(Mutex<BTreeMap<(usize, u64), (u64, u64)>>);
+
+impl Default for Sums {
+    fn default() -> Self {
+        Self(Mutex::new(BTreeMap::new()))
+    }
+}
+
+impl Sums {
+    /// Remembers what was stored.
+    pub(crate) fn put(&self, plane: usize, run: Run, sum: u64) {
+        let mut sums = self.0.lock();
+        sums.insert((plane, run.host), (run.bytes, sum));
+    }
+
+    /// Whether what was loaded is what was stored; true if it was never stored, or as a piece of
+    /// another length.
+    pub(crate) fn agrees(&self, plane: usize, run: Run, sum: u64) -> bool {
+        let stored = self.0.lock().get(&(plane, run.host)).copied();
+        stored.is_none_or(|(bytes, stored)| bytes != run.bytes || stored == sum)
+    }
 }
 
 /// Bytes to move, inside the bounds of their regions.

@@ -246,7 +246,11 @@ mod tests {
     }
 
     /// Bytes of the region that are resident.
-    #[expect(unsafe_code, reason = "mincore")]
+    #[expect(
+        unsafe_code,
+        clippy::unwrap_used,
+        reason = "mincore; a test fails by panicking"
+    )]
     fn resident(region: &Region) -> u64 {
         let bytes = usize::try_from(region.bytes()).unwrap();
         let mut pages = vec![0u8; bytes.div_ceil(4096)];

@@ -16,7 +16,7 @@ pub mod sim;
 pub use clock::{Deadline, monotonic_ns};
 pub use cpu::{CpuDevice, Injection};
 pub use device::{
-    Device, Fault, LayerCopy, Progress, Stream, Ticket, Transfer, Waker, Word, word_reached,
+    Device, Fault, LayerCopy, Progress, Stream, Sums, Ticket, Transfer, Waker, Word, word_reached,
 };
 pub use host::{HostMemory, PLANE_ALIGN};
 pub use queue::{

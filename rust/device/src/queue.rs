@@ -19,7 +19,10 @@ mod edges;
 mod job;
 #[cfg(all(test, loom))]
 mod loom_tests;
+mod lost;
 mod machine;
+#[cfg(all(test, not(loom)))]
+mod sim_tests;
 mod stats;
 mod step;
 #[cfg(all(test, not(loom)))]
@@ -34,7 +37,7 @@ use headrace_core::sync::Mutex;
 use headrace_core::{CopyFailure, CopyOutcome, Error, PlanKind, Result};
 
 use crate::clock::{Deadline, monotonic_ns};
-use crate::device::{Device, Stream, Ticket};
+use crate::device::{Device, Stream, Sums, Ticket};
 use crate::regions::CopyMemory;
 use desk::{Command, Desk};
 use edges::{Edge, Edges};
@@ -54,6 +57,9 @@ pub struct QueueConfig {
     pub deadline: Duration,
     /// Jobs that may live at once; more are refused with `CopyQueueFull`.
     pub max_jobs: usize,
+    /// Compare checksums of what is stored and later loaded, per piece, plane and layer. For tests:
+    /// every byte is read once more.
+    pub copy_check: bool,
     /// Called once for every job.
     pub on_done: OnDone,
 }
@@ -66,6 +72,7 @@ struct Shared {
     /// Of its own, so that a device that wakes the worker keeps nothing else alive.
     desk: Arc<Desk>,
     stats: Mutex<Stats>,
+    sums: Option<Arc<Sums>>,
     edges: Edges,
 }
 
@@ -88,6 +95,7 @@ impl Shared {
             device,
             desk: Arc::new(Desk::new(config.max_jobs)),
             stats: Mutex::new(Stats::new(layers)),
+            sums: config.copy_check.then(Arc::default),
             memory,
             config,
             edges,
@@ -222,6 +230,11 @@ impl CopyQueue {
             // A worker that panicked (in `on_done`) has nothing left to report.
             let _ = worker.join();
         }
+    }
+
+    /// Running number that the first layer of the next window may have at least.
+    pub fn next_k(&self) -> u64 {
+        self.shared.desk.next_k()
     }
 
     /// Longest time that a copy, or a wait for one, may take.

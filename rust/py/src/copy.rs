@@ -125,7 +125,8 @@ impl CopyQueue {
 #[pymethods]
 impl CopyQueue {
     #[new]
-    #[pyo3(signature = (device, planes, *, deadline=30.0, max_jobs=1024, max_outcomes=16384))]
+    #[pyo3(signature = (device, planes, *, deadline=30.0, max_jobs=1024, max_outcomes=16384,
+        copy_check=false))]
     fn new(
         py: Python<'_>,
         device: &CpuDevice,
@@ -133,6 +134,7 @@ impl CopyQueue {
         deadline: f64,
         max_jobs: usize,
         max_outcomes: usize,
+        copy_check: bool,
     ) -> PyResult<Self> {
         if max_outcomes == 0 {
             let error = core::Error::config("max_outcomes", 0, "at least 1");
@@ -152,6 +154,7 @@ impl CopyQueue {
         let config = device::QueueConfig {
             deadline,
             max_jobs,
+            copy_check,
             on_done: Box::new(move |job, outcome| to.deliver(job, outcome)),
         };
         let device: Arc<dyn Device> = device.inner.clone();

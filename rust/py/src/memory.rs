@@ -63,7 +63,14 @@ impl MemoryConfig {
             "estimate" => core::Admission::Estimate {
                 ratio: admission_ratio,
             },
-            other => return Err(invalid_config(py, "admission", other, "estimate or reserve")),
+            other => {
+                return Err(invalid_config(
+                    py,
+                    "admission",
+                    other,
+                    "estimate or reserve",
+                ));
+            }
         };
         let preemption = match preemption {
             "recompute" => core::Preemption::Recompute,

@@ -53,10 +53,16 @@ impl Scheduler {
             max_context,
             vocab_size,
             policy: convert::policy(py, policy)?,
-            memory: memory.map(|memory| memory.inner.clone()).unwrap_or_default(),
+            memory: memory
+                .map(|memory| memory.inner.clone())
+                .unwrap_or_default(),
         };
         let home = Home::here();
-        let width = config.memory.pages.as_ref().map_or(1, |pages| pages.slot_widths);
+        let width = config
+            .memory
+            .pages
+            .as_ref()
+            .map_or(1, |pages| pages.slot_widths);
         let inner = Arc::new(py.enter(home, || core::Scheduler::new(config, &slots.inner))?);
         exit::watch(&inner);
         Ok(Self { inner, width, home })
@@ -119,6 +125,7 @@ impl Scheduler {
 
     /// From now on the queue tells this scheduler how copies ended.
     fn connect(&self, copies: &CopyQueue) {
+        self.inner.stream_from(copies.inner.next_k());
         let scheduler = Arc::downgrade(&self.inner);
         copies.connect(Some(Arc::new(move |job, outcome| {
             if let Some(scheduler) = scheduler.upgrade() {
@@ -306,7 +313,10 @@ fn memory_dict<'py>(py: Python<'py>, stats: &core::MemoryStats) -> PyResult<Boun
         Ok::<_, PyErr>(dict)
     });
     dict.set_item("pages", pages.transpose()?)?;
-    let tree = stats.tree.as_ref().map(|tree| crate::tiers::tree_dict(py, tree));
+    let tree = stats
+        .tree
+        .as_ref()
+        .map(|tree| crate::tiers::tree_dict(py, tree));
     dict.set_item("tree", tree.transpose()?)?;
     let gauges = [
         ("host_free", stats.host_free),

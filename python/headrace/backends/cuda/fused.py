@@ -1,7 +1,8 @@
 """Norms, gates and the embedding of a decode step, one launch each.
 
-Each starts while the kernel ahead of it ends (`early`). They give what the operations of the same name of the torch backend give; products and roundings
-come in the same places. No state, no locks.
+They give what the operations of the same name of the torch backend give; products and roundings
+come in the same places. Each starts while the kernel ahead of it ends, see `early`. No state, no
+locks.
 """
 
 import functools

@@ -90,7 +90,7 @@ VARIANTS: tuple[Variant, ...] = (
 def split_count(length: int) -> int:
     """Splits of a row of `length` tokens; depends on nothing else."""
     size = 128 if length <= 8192 else 256 if length <= 32768 else 512
-    return max(-(-length // size), 1)
+    return -(-length // size)
 
 
 def max_splits(max_context: int) -> int:
@@ -293,19 +293,14 @@ class KVKernels:
         rows = q.shape[0]
         assert rows <= self.max_rows, "rows fit the scratch"
         assert q.dtype == out.dtype, "one dtype goes in and out"
-        assert q.stride(-1) == out.stride(-1) == 1, "heads are contiguous"
+        assert out.stride(-1) == 1, "heads are contiguous"
         capacity = min(self.max_context, table.shape[1] * self.pool.page_tokens)
         launch(
             self._attention,
             (min(self._resident, rows * self._kv_heads * self._max_splits),),
             (128,),
             (
-                q.data_ptr(),
-                q.stride(0),
-                q.stride(1),
-                out.data_ptr(),
-                out.stride(0),
-                out.stride(1),
+                *self._rows("q", q),
                 _DTYPE_CODES[q.dtype],
                 *self._planes,
                 *self._pages(layer, table, low),
@@ -323,7 +318,7 @@ class KVKernels:
             ),
             self._shared_bytes + 8 * (rows + 1),
         )
-        # Also with a single split: it sets the counter back.
+        # Also for rows of one split: it applies the sums, and sets the counter back.
         launch(
             self._merge,
             (self._kv_heads * self.group, rows),
@@ -390,10 +385,16 @@ class KVKernels:
 
     def _vectors(self, name: str, x: torch.Tensor) -> tuple[int, int, int]:
         """Address and strides of `x [T, heads, head_dim]`, whose rows a warp loads in pieces."""
+        if x.dtype != self._dtype:
+            raise ConfigError(f"{name} must be {self._dtype}, got {x.dtype}")
+        return self._rows(name, x)
+
+    def _rows(self, name: str, x: torch.Tensor) -> tuple[int, int, int]:
+        """The same for any dtype."""
         piece = min(self._head_dim // 32 * x.element_size(), 16)
         strides = (x.stride(0), x.stride(1))
-        if x.dtype != self._dtype or x.stride(2) != 1:
-            raise ConfigError(f"{name} must be {self._dtype} with contiguous rows, got {x.dtype}")
+        if x.stride(2) != 1:
+            raise ConfigError(f"{name} must have contiguous rows")
         if any(n * x.element_size() % piece for n in strides) or x.data_ptr() % piece:
             raise ConfigError(f"{name} has rows that are not aligned to {piece} bytes")
         return x.data_ptr(), *strides

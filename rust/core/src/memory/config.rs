@@ -128,9 +128,8 @@ impl Default for MemoryConfig {
 
 impl MemoryConfig {
     pub(crate) fn validate(&self) -> Result<()> {
-        let align = CHUNK_ALIGN as u32;
-        if !self.page_size.is_power_of_two() || self.page_size < align {
-            let expected = format!("a power of two, at least {align}");
+        if !self.page_size.is_power_of_two() || (self.page_size as usize) < CHUNK_ALIGN {
+            let expected = format!("a power of two, at least {CHUNK_ALIGN}");
             return Err(Error::config("page_size", self.page_size, expected));
         }
         if let Some(pages) = &self.pages
@@ -142,7 +141,11 @@ impl MemoryConfig {
         if let Admission::Estimate { ratio } = self.admission
             && !(ratio > 0.0 && ratio <= 1.0)
         {
-            return Err(Error::config("admission.ratio", ratio, "a number in (0, 1]"));
+            return Err(Error::config(
+                "admission.ratio",
+                ratio,
+                "a number in (0, 1]",
+            ));
         }
         if self.snapshot_interval == 0 || !self.snapshot_interval.is_multiple_of(self.page_size) {
             let expected = format!("a positive multiple of page_size {}", self.page_size);
@@ -154,13 +157,37 @@ impl MemoryConfig {
         }
         let stream = &self.stream;
         let checks = [
-            ("stream.bytes_per_ms", stream.bytes_per_ms, stream.bytes_per_ms > 0.0),
-            ("stream.high_ms_base", stream.high_ms_base, stream.high_ms_base >= 0.0),
-            ("stream.high_ms_per_row", stream.high_ms_per_row, stream.high_ms_per_row >= 0.0),
-            ("stream.high_ms_per_token", stream.high_ms_per_token, stream.high_ms_per_token >= 0.0),
-            ("stream.eta", stream.eta, stream.eta > 0.0 && stream.eta <= 1.0),
+            (
+                "stream.bytes_per_ms",
+                stream.bytes_per_ms,
+                stream.bytes_per_ms > 0.0,
+            ),
+            (
+                "stream.high_ms_base",
+                stream.high_ms_base,
+                stream.high_ms_base >= 0.0,
+            ),
+            (
+                "stream.high_ms_per_row",
+                stream.high_ms_per_row,
+                stream.high_ms_per_row >= 0.0,
+            ),
+            (
+                "stream.high_ms_per_token",
+                stream.high_ms_per_token,
+                stream.high_ms_per_token >= 0.0,
+            ),
+            (
+                "stream.eta",
+                stream.eta,
+                stream.eta > 0.0 && stream.eta <= 1.0,
+            ),
             ("stream.rho", stream.rho, stream.rho >= 1.0),
-            ("stream.low_step_ms", stream.low_step_ms, stream.low_step_ms > 0.0),
+            (
+                "stream.low_step_ms",
+                stream.low_step_ms,
+                stream.low_step_ms > 0.0,
+            ),
         ];
         for (field, value, good) in checks {
             if !good || !value.is_finite() {

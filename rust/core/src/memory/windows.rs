@@ -121,19 +121,22 @@ impl Memory {
     /// Pages a request streams in each step.
     fn streamed(&self, seq: &Sequence) -> usize {
         let path = self.path(seq.lease.as_ref());
-        let shared = path.iter().filter(|page| {
-            matches!(page.state, NodeState::Host | NodeState::Low)
-        });
-        let own = seq.tail.iter().filter(|place| matches!(place, Place::Low { .. }));
+        let shared = path
+            .iter()
+            .filter(|page| matches!(page.state, NodeState::Host | NodeState::Low));
+        let own = seq
+            .tail
+            .iter()
+            .filter(|place| matches!(place, Place::Low { .. }));
         shared.count() + own.count()
     }
 
     fn fill_windows(&mut self, seq: &mut Sequence) -> bool {
-        let tree = self.tree.as_ref().zip(seq.lease.as_ref());
-        if let Some((tree, lease)) = tree {
+        let mut shared = 0;
+        if let (Some(tree), Some(lease)) = (&self.tree, &seq.lease) {
             tree.window_hold(lease);
+            shared = tree.window_missing(lease);
         }
-        let shared = tree.map_or(0, |(tree, lease)| tree.window_missing(lease));
         let own = seq
             .tail
             .iter()
@@ -142,10 +145,10 @@ impl Memory {
         if shared + own == 0 {
             return true;
         }
+        self.evict_for_windows(shared + own);
         let Some(allocator) = &self.pages else {
             return false;
         };
-        // Opening raw pages must not take the last ones from under the HIGH pages it needs.
         let Ok(mut pages) = allocator.alloc(shared + own, PriorityClass::Low, seq.home) else {
             return false;
         };
@@ -167,6 +170,24 @@ impl Memory {
             }
         }
         true
+    }
+
+    /// Gives up cached pages for `n` LOW pages, if that is what they lack.
+    fn evict_for_windows(&mut self, n: usize) {
+        let (Some(pages), Some(tree)) = (&self.pages, &self.tree) else {
+            return;
+        };
+        let missing = n.saturating_sub(pages.available(PriorityClass::Low));
+        let raw = missing.div_ceil(pages.config().starts(PriorityClass::Low) as usize);
+        let stats = pages.stats();
+        let mine = (stats.low.cap - stats.low.used.min(stats.low.cap)) as usize;
+        // Beyond its share of the pool no free page would help.
+        if raw == 0 || stats.free as usize + raw > mine || tree.evictable_device() < raw {
+            return;
+        }
+        let evicted = tree.evict_device(raw);
+        self.release(&evicted);
+        self.issue_stores();
     }
 
     /// Takes the window pages of a request that does not run in this step. True if it had any.
@@ -195,7 +216,8 @@ impl Memory {
         let mut copies: BTreeMap<PageEntry, HostPage> = BTreeMap::new();
         for seq in rows.iter() {
             for page in self.path(seq.lease.as_ref()) {
-                if let (NodeState::Low, Some(device), Some(host)) = (page.state, page.device, page.host)
+                if let (NodeState::Low, Some(device), Some(host)) =
+                    (page.state, page.device, page.host)
                 {
                     copies.insert(device, host);
                 }
@@ -210,13 +232,18 @@ impl Memory {
                 }
             }
         }
-        let layers = self.pages.as_ref().map_or(0, |pages| pages.config().num_layers);
+        let layers = self
+            .pages
+            .as_ref()
+            .map_or(0, |pages| pages.config().num_layers);
         if copies.is_empty() || layers == 0 {
             return;
         }
         // In order of the host pages, so that neighbours merge.
-        let mut ordered: Vec<(HostPage, PageEntry)> =
-            copies.into_iter().map(|(page, host)| (host, page)).collect();
+        let mut ordered: Vec<(HostPage, PageEntry)> = copies
+            .into_iter()
+            .map(|(page, host)| (host, page))
+            .collect();
         ordered.sort_unstable();
         let pages: Vec<PageEntry> = ordered.iter().map(|&(_, page)| page).collect();
         self.pin(&pages, true);
@@ -232,6 +259,10 @@ impl Memory {
             k0: self.next_k,
         });
         self.next_k += u64::from(layers);
+    }
+
+    pub(crate) fn stream_from(&mut self, k: u64) {
+        self.next_k = self.next_k.max(k);
     }
 
     /// Running number of the first streamed layer of the step being formed.

@@ -1,7 +1,7 @@
 //! Geometry and budgets of a page pool.
 
-use super::bitset::IdSets;
 use super::entry::PageEntry;
+use super::pool::Pool;
 use super::table::RawPage;
 use crate::error::{Error, Result};
 use crate::request::PriorityClass;
@@ -153,7 +153,7 @@ impl PageConfig {
     /// Page states, and per class a partial and a fresh pool.
     fn table_bytes(&self) -> u128 {
         let starts = self.starts(PriorityClass::Low);
-        let pools = 2 * IdSets::size_bytes(self.num_pages, starts * starts);
+        let pools = 2 * Pool::size_bytes(self.num_pages, starts);
         u128::from(self.num_pages) * size_of::<RawPage>() as u128 + pools
     }
 }

@@ -191,7 +191,7 @@ impl Table {
         for at in ones(page.live) {
             state.live[page.owner(1 << at) as usize] += 1;
         }
-        state.partial.change(raw, 0, page.rest(state.full));
+        state.partial.set_slots(raw, page.rest(state.full));
         self.free.remove(FREE, raw);
         self.num_free -= 1;
         Ok(())

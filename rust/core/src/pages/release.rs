@@ -45,7 +45,7 @@ impl Table {
 
     /// Queues pending slots behind their step, or behind their pins if it has retired.
     fn wait(&mut self, raw: u32, class: PriorityClass, bits: u64, epoch: Epoch) {
-        let (num_pages, width) = (self.config.num_pages, self.config.width(class));
+        let (num_pages, width) = (self.config.num_pages, self.class(class).width);
         let entries = ones(bits).map(|at| PageEntry::encode(raw, at * width, class, num_pages));
         if epoch > self.retired {
             self.fenced.entry(epoch).or_default().extend(entries);
@@ -61,15 +61,15 @@ impl Table {
         }
         let state = &mut self.classes[class as usize];
         let page = &mut self.pages[raw as usize];
-        let before = page.rest(state.full);
         state.pending -= (page.pending & bits).count_ones() as usize;
         page.live &= !bits;
         page.pending &= !bits;
         if page.live | page.pending != 0 {
-            state.partial.change(raw, before, before | bits);
+            let slots = state.partial.slots(raw) | bits;
+            state.partial.set_slots(raw, slots);
             return;
         }
-        state.partial.change(raw, before, 0);
+        state.partial.set_slots(raw, 0);
         page.class = None;
         state.used -= 1;
         self.free.insert(FREE, raw);
@@ -247,10 +247,7 @@ impl Table {
     fn slot(&self, entry: PageEntry) -> Place {
         let raw = entry.raw(self.config.num_pages);
         let start = entry.start(self.config.num_pages);
-        (
-            raw as usize,
-            1 << (start / self.config.width(entry.class())),
-        )
+        (raw as usize, 1 << (start / self.class(entry.class()).width))
     }
 }
 

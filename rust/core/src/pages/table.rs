@@ -24,8 +24,9 @@ pub(super) mod step {
     pub(crate) const ANY_FRESH: u8 = 5;
 }
 
-/// A raw page. Without a class it is free and every mask is 0.
+/// A raw page, one cache line. Without a class it is free and every mask is 0.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[repr(align(64))]
 pub(super) struct RawPage {
     pub(super) class: Option<PriorityClass>,
     /// Opened by the current call: its slots are in the fresh pool, not in the partial one.
@@ -76,6 +77,7 @@ pub(super) struct ClassState {
     /// Most raw pages it may own, and those it owns.
     pub(super) cap: u32,
     pub(super) used: u32,
+    pub(super) width: u32,
     pub(super) starts: u32,
     /// Mask of all its slots of a page.
     pub(super) full: u64,
@@ -92,6 +94,7 @@ impl ClassState {
         Self {
             cap: config.cap(class),
             used: 0,
+            width: config.width(class),
             starts,
             full: u64::MAX >> (u64::BITS - starts),
             partial: Pool::new(config.num_pages, starts),
@@ -99,6 +102,12 @@ impl ClassState {
             live: [0; Owner::COUNT],
             pending: 0,
         }
+    }
+
+    /// Index of a start, as [`PageConfig::start_index`]; this one is on every slot's path.
+    pub(super) fn start_index(&self, start: u32) -> Option<u32> {
+        let at = start / self.width;
+        (at * self.width == start && at < self.starts).then_some(at)
     }
 
     /// Slots of each start, partial and fresh together.
@@ -242,14 +251,19 @@ impl Table {
         }
         let state = self.class(class);
         if n > 0 && start.is_none() && state.partial.total() + state.fresh.total() == 0 {
-            self.open(class, 0);
+            self.open(class, None);
         }
         // There is room for all n, so from here on nothing fails.
         let mut pages = Vec::with_capacity(n);
-        let (num_pages, width) = (self.config.num_pages, self.config.width(class));
+        let (num_pages, width) = (self.config.num_pages, self.class(class).width);
         for (raw, start, step) in std::iter::from_fn(|| self.take(class, home)).take(n) {
             trace(step);
             pages.push(PageEntry::encode(raw, start * width, class, num_pages));
+        }
+        // Apart from the loop above, whose steps wait for each other, these cache misses overlap.
+        for entry in &pages {
+            let start = entry.start(num_pages) / width;
+            self.pages[entry.raw(num_pages) as usize].live |= 1 << start;
         }
         debug_assert_eq!(pages.len(), n, "the capacity was exact");
         self.class_mut(class).live[Owner::Request as usize] += n;
@@ -267,7 +281,7 @@ impl Table {
         })
     }
 
-    /// Makes one slot live: raw page, start index and step.
+    /// Takes one slot out of the pools: raw page, start index and step.
     fn take(&mut self, class: PriorityClass, home: u32) -> Option<(u32, u32, u8)> {
         let can_open = self.open_pages(class) > 0;
         let state = self.class(class);
@@ -276,7 +290,7 @@ impl Table {
         } else if state.fresh.count(home) > 0 {
             (home, step::FRESH_AT_HOME)
         } else if can_open {
-            let raw = self.open(class, 1 << home)?;
+            let raw = self.open(class, Some(home))?;
             return Some((raw, home, step::OPENED));
         } else if state.partial.total() > 0 {
             (state.partial.most(), step::ANY_PARTIAL)
@@ -288,27 +302,22 @@ impl Table {
             step::PARTIAL_AT_HOME | step::ANY_PARTIAL => &mut state.partial,
             _ => &mut state.fresh,
         };
-        let raw = pool.best_fit(start)?;
-        let page = &mut self.pages[raw as usize];
-        let before = page.rest(state.full);
-        page.live |= 1 << start;
-        pool.change(raw, before, before & !(1 << start));
-        Some((raw, start, step))
+        Some((pool.take_best_fit(start)?, start, step))
     }
 
-    /// Gives the smallest free raw page to the class, with the slots `live` taken at once.
-    fn open(&mut self, class: PriorityClass, live: u64) -> Option<u32> {
+    /// Gives the smallest free raw page to the class, with the slot `taken` handed out at once.
+    fn open(&mut self, class: PriorityClass, taken: Option<u32>) -> Option<u32> {
         let raw = self.free.first(FREE)?;
         self.free.remove(FREE, raw);
         self.num_free -= 1;
         let page = &mut self.pages[raw as usize];
         page.class = Some(class);
         page.fresh = true;
-        page.live = live;
         self.opened.push(raw);
         let state = &mut self.classes[class as usize];
         state.used += 1;
-        state.fresh.change(raw, 0, state.full & !live);
+        let taken = taken.map_or(0, |start| 1 << start);
+        state.fresh.set_slots(raw, state.full & !taken);
         Some(raw)
     }
 
@@ -316,11 +325,9 @@ impl Table {
     fn settle(&mut self, class: PriorityClass) {
         let state = &mut self.classes[class as usize];
         for raw in self.opened.drain(..) {
-            let page = &mut self.pages[raw as usize];
-            page.fresh = false;
-            let rest = page.rest(state.full);
-            state.fresh.change(raw, rest, 0);
-            state.partial.change(raw, 0, rest);
+            self.pages[raw as usize].fresh = false;
+            state.partial.set_slots(raw, state.fresh.slots(raw));
+            state.fresh.set_slots(raw, 0);
         }
     }
 
@@ -334,14 +341,14 @@ impl Table {
             if page.fresh {
                 continue;
             }
-            let start = entry.start(self.config.num_pages) / self.config.width(class);
-            let before = page.rest(state.full);
+            let start = entry.start(self.config.num_pages) / state.width;
             page.live &= !(1 << start);
-            state.partial.change(raw, before, before | 1 << start);
+            let slots = state.partial.slots(raw) | 1 << start;
+            state.partial.set_slots(raw, slots);
         }
         for raw in self.opened.drain(..) {
-            let page = std::mem::take(&mut self.pages[raw as usize]);
-            state.fresh.change(raw, page.rest(state.full), 0);
+            self.pages[raw as usize] = RawPage::default();
+            state.fresh.set_slots(raw, 0);
             state.used -= 1;
             self.free.insert(FREE, raw);
             self.num_free += 1;
@@ -353,7 +360,7 @@ impl Table {
         let num_pages = self.config.num_pages;
         let (raw, start) = (entry.raw(num_pages), entry.start(num_pages));
         let class = entry.class();
-        let fault = match self.config.start_index(start, class) {
+        let fault = match self.class(class).start_index(start) {
             None => "the class has no such start",
             Some(_) if self.pages[raw as usize].class != Some(class) => NOT_LIVE,
             Some(at) => return Ok((raw as usize, 1 << at)),
@@ -381,13 +388,15 @@ impl Table {
         slots
             .map(|(index, (&raw, &start))| {
                 let owned = self.pages.get(raw as usize).and_then(|page| page.class);
-                // A free page has no slot; what is wrong with it is for the call to say.
-                let class = owned.unwrap_or(if start == 0 {
-                    PriorityClass::High
-                } else {
-                    PriorityClass::Low
-                });
-                self.config.entry(index, raw, start, class)
+                match owned {
+                    Some(class) if self.class(class).start_index(start).is_some() => {
+                        Ok(PageEntry::encode(raw, start, class, self.config.num_pages))
+                    }
+                    Some(class) => self.config.entry(index, raw, start, class),
+                    // A free page has no slot, which is for the call to say.
+                    None if start == 0 => self.config.entry(index, raw, start, PriorityClass::High),
+                    None => self.config.entry(index, raw, start, PriorityClass::Low),
+                }
             })
             .collect()
     }

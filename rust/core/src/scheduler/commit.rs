@@ -13,7 +13,8 @@ const MAX_COPY_FAILURES: u32 = 2;
 /// What a commit did.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CommitReport {
-    /// Requests that ended, in row order.
+    /// Requests that ended: first those that could not go on when the step was formed, then the
+    /// others in row order.
     pub finished: Vec<(RequestId, FinishReason)>,
     /// Whether the token of each sampled row became part of its request; false for a row that was
     /// aborted during the step or whose token was bad.
@@ -58,7 +59,10 @@ impl State {
         }
         let rows = self.retire(epoch, slots);
         self.reap(slots);
-        let mut report = CommitReport::default();
+        let mut report = CommitReport {
+            finished: std::mem::take(&mut self.ended),
+            accepted: Vec::with_capacity(wanted),
+        };
         let mut samples = tokens.iter().enumerate();
         for row in &rows {
             let sample = if row.samples { samples.next() } else { None };
@@ -144,7 +148,11 @@ impl State {
             return Some(Outcome::Gone);
         };
         // A copy that has not ended although its step has is as good as failed.
-        let live = request.seq.loads.iter().find(|&&job| self.memory.is_live(job));
+        let live = request
+            .seq
+            .loads
+            .iter()
+            .find(|&&job| self.memory.is_live(job));
         if let Some(job) = live {
             let why = format!("copy job {job} did not end with its step");
             request.broken.get_or_insert(why);
@@ -178,7 +186,8 @@ impl State {
         self.in_flight_at(epoch)?;
         let rows = self.retire(epoch, slots);
         self.reap(slots);
-        let mut ended = Vec::new();
+        let before = std::mem::take(&mut self.ended);
+        let mut ended: Vec<RequestId> = before.into_iter().map(|(id, _)| id).collect();
         for row in &rows {
             if let Some(staging) = row.staging {
                 self.memory.unstage(staging);

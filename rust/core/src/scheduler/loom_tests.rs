@@ -14,22 +14,31 @@ const A: RequestId = RequestId(1);
 const B: RequestId = RequestId(2);
 
 fn scheduler(slots: u32) -> Arc<Scheduler> {
+    scheduler_with(slots, MemoryConfig::default())
+}
+
+fn scheduler_with(slots: u32, memory: MemoryConfig) -> Arc<Scheduler> {
     let config = SchedulerConfig {
-        max_batch_tokens: 64,
+        max_batch_tokens: 128,
         max_waiting: 4,
         max_results: 8,
-        max_context: 16,
+        max_context: 80,
         vocab_size: 4,
         policy: Policy::Fcfs,
+        memory,
     };
     let slots = SlotAllocator::new(slots).unwrap();
     Arc::new(Scheduler::new(config, &slots).unwrap())
 }
 
 fn submit(s: &Scheduler, id: RequestId) {
+    submit_prompt(s, id, 1);
+}
+
+fn submit_prompt(s: &Scheduler, id: RequestId, tokens: usize) {
     let spec = RequestSpec {
         id: Some(id),
-        prompt: Box::new([1]),
+        prompt: vec![1; tokens].into(),
         sampling: SamplingSpec {
             max_tokens: 1,
             ..SamplingSpec::default()
@@ -239,5 +248,31 @@ fn submit_beside_close_is_refused_or_ended() {
         let accepted = s.submit(spec, 0).is_ok();
         closer.join().unwrap();
         check_drained(&s, if accepted { &[A] } else { &[] });
+    });
+}
+
+#[test]
+fn the_end_of_a_copy_wakes_a_planner_that_waits_for_its_slot() {
+    loom::model(|| {
+        let memory = MemoryConfig {
+            prefix_cache: true,
+            host_pages: 2,
+            ..MemoryConfig::default()
+        };
+        let s = scheduler_with(1, memory);
+        submit_prompt(&s, A, 65);
+        let plan = next(&s).unwrap();
+        commit(&s, &plan);
+        // A has ended, but a copy still reads its slot.
+        let stores = s.take_stores();
+        assert_eq!(stores.len(), 1);
+        submit(&s, B);
+        let job = stores[0].job;
+        let copies = beside(&s, move |s| s.complete(job, CopyOutcome::Done));
+        let plan = next(&s).unwrap();
+        assert_eq!(plan.request_ids, [B.0]);
+        copies.join().unwrap();
+        commit(&s, &plan);
+        check_drained(&s, &[A, B]);
     });
 }

@@ -31,9 +31,9 @@ mod tests;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::copy_job::CopyOutcome;
 use crate::error::{Error, Result};
 use crate::ids::{Epoch, RequestId};
-use crate::copy_job::CopyOutcome;
 use crate::memory::{Memory, MemoryConfig, MemoryStats, StoreCopy};
 use crate::plan::StepPlan;
 use crate::request::{FinishReason, PriorityClass, RequestSpec, RequestStatus};
@@ -120,7 +120,8 @@ impl Scheduler {
     }
 
     /// The next step, waiting at most `timeout` (one wait: it may return early without a plan).
-    /// While a plan is in flight there is no other. Fails with `Closed`.
+    /// While a plan is in flight there is no other. With nothing to do a part of the prefix tree is
+    /// recounted; if it does not agree the scheduler closes. Fails with `Closed`.
     pub fn next_plan(&self, timeout: Duration, now_ns: impl Fn() -> u64) -> Result<NextPlan> {
         let mut state = self.state.lock();
         for last_try in [false, true] {
@@ -131,6 +132,11 @@ impl Scheduler {
             if !last_try {
                 self.work.wait_for(&mut state, timeout);
             }
+        }
+        let broken = state.check_idle();
+        drop(state);
+        if let Some(what) = broken {
+            self.close(&what, FinishReason::Error, now_ns());
         }
         Ok(NextPlan::TimedOut)
     }
@@ -181,6 +187,12 @@ impl Scheduler {
     pub fn complete(&self, job: u64, outcome: CopyOutcome) {
         self.state.lock().inbox.push((job, outcome));
         self.work.notify_all();
+    }
+
+    /// Numbers streamed layers from `k` on: a copy queue that served another scheduler before has
+    /// used those below.
+    pub fn stream_from(&self, k: u64) {
+        self.state.lock().memory.stream_from(k);
     }
 
     /// Copies to the host that have become due; they may start once the step in flight has ended.

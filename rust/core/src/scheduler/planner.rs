@@ -58,25 +58,35 @@ impl State {
         }
         self.restart_broken(slots, now_ns);
         self.preempt_for_test(slots);
-        let mut rows = self.choose(config, slots, now_ns);
+        let mut rows = self.choose(config, slots, now_ns, true);
         while rows.is_empty() && !self.memory.has_step() && self.break_tie(slots, now_ns) {
-            rows = self.choose(config, slots, now_ns);
+            // Whoever gave way must not come back before the others have got on.
+            rows = self.choose(config, slots, now_ns, false);
         }
-        // A step of copies alone brings back what a request needs before it has room to run.
-        if rows.is_empty() && !self.memory.has_step() {
+        // A step of copies alone brings back what a request needs before it has room to run, or has
+        // the stores started that make room.
+        // And the end of a request is told with a step, as there is no other way to tell it.
+        let idle = rows.is_empty() && !self.memory.has_step() && !self.memory.has_stores();
+        if idle && self.ended.is_empty() {
             return None;
         }
         self.counters.deferred_rows += (self.running.len() - rows.len()) as u64;
         self.launch(&rows, config)
     }
 
-    /// Rows of the next step in row order.
-    fn choose(&mut self, config: &SchedulerConfig, slots: &SlotAllocator, now_ns: u64) -> Vec<Row> {
+    /// Rows of the next step in row order. `may_admit`: whether waiting requests may start.
+    fn choose(
+        &mut self,
+        config: &SchedulerConfig,
+        slots: &SlotAllocator,
+        now_ns: u64,
+        may_admit: bool,
+    ) -> Vec<Row> {
         let mut rows = Vec::with_capacity(self.running.len());
         for key in self.running_keys(|request| request.class == PriorityClass::High) {
             self.choose_decode(key, &mut rows, slots, now_ns);
         }
-        let budget = self.choose_prefill(&mut rows, config, slots, now_ns);
+        let budget = self.choose_prefill(&mut rows, config, slots, now_ns, may_admit);
         self.choose_low(&mut rows, budget, config);
         rows.sort_by_key(|row| (Reverse(row.decode), row.key));
         rows
@@ -171,7 +181,8 @@ impl State {
              num_pages or lower max_tokens",
             self.memory.available()
         );
-        self.end(key, FinishReason::Error, Some(message), slots, now_ns);
+        let ended = self.end(key, FinishReason::Error, Some(message), slots, now_ns);
+        self.ended.extend(ended);
     }
 
     /// No row can run and no copy is under way: the newest gives way, or ends if it is alone.
@@ -198,12 +209,12 @@ impl State {
         config: &SchedulerConfig,
         slots: &SlotAllocator,
         now_ns: u64,
+        mut may_admit: bool,
     ) -> usize {
         let prefills =
             |request: &Request| request.class == PriorityClass::High && !request.is_decoding();
         let mut prefilling = self.running_keys(prefills).into_iter().peekable();
         let mut budget = config.max_batch_tokens;
-        let mut may_admit = true;
         while budget > 0 {
             let head = self.waiting.first_key_value().map(|(&key, _)| key);
             let (key, waits) = match (prefilling.peek(), head.filter(|_| may_admit)) {
@@ -351,7 +362,10 @@ impl State {
             }
         }
         keys.sort_by_key(|key| {
-            let waited = self.running.get(key).map_or(0, |request| request.seq.waited);
+            let waited = self
+                .running
+                .get(key)
+                .map_or(0, |request| request.seq.waited);
             (Reverse(waited), *key)
         });
         let headroom = match self.memory.config().admission {
@@ -365,10 +379,7 @@ impl State {
                 self.defer(key);
                 continue;
             };
-            loop {
-                let Some(request) = self.running.get_mut(&key) else {
-                    break;
-                };
+            while let Some(request) = self.running.get_mut(&key) {
                 let opened = self.memory.open_windows(&mut request.seq, &mut left);
                 match opened {
                     Some(true) => {
@@ -478,7 +489,8 @@ impl State {
     fn restart_broken(&mut self, slots: &SlotAllocator, now_ns: u64) {
         for key in self.running_keys(|request| request.broken.is_some()) {
             if let Some(why) = self.restart(key, slots) {
-                self.end(key, FinishReason::Error, Some(why), slots, now_ns);
+                let ended = self.end(key, FinishReason::Error, Some(why), slots, now_ns);
+                self.ended.extend(ended);
             }
         }
     }

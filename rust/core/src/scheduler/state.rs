@@ -4,15 +4,18 @@ use std::collections::{BTreeMap, HashMap};
 
 use super::results::ResultStore;
 use super::{Policy, SchedulerConfig};
+use crate::copy_job::CopyOutcome;
 use crate::error::{Error, Result};
 use crate::ids::{Epoch, RequestId, SlotId};
-use crate::copy_job::CopyOutcome;
 use crate::memory::{Demand, Event, Hit, Memory, Sequence};
 use crate::request::{
     FinishReason, Key, Phase, PriorityClass, RequestResult, RequestSpec, RequestStatus, Stamps,
 };
 use crate::sampling::SamplingSpec;
 use crate::slots::SlotAllocator;
+
+/// Nodes of the prefix tree that an idle scheduler recounts at a time.
+const IDLE_NODES: usize = 32;
 
 /// A live request.
 pub(super) struct Request {
@@ -108,7 +111,9 @@ impl Request {
         Demand {
             held: memory.held(&self.seq),
             worst: self.prompt.len() + max_tokens.min(room),
-            predicted: (self.prompt.len() + expected).max(tokens + 1).min(max_context),
+            predicted: (self.prompt.len() + expected)
+                .max(tokens + 1)
+                .min(max_context),
             tokens,
         }
     }
@@ -190,6 +195,8 @@ pub(super) struct State {
     pub(super) in_flight: Option<InFlight>,
     pub(super) last_epoch: Epoch,
     pub(super) memory: Memory,
+    /// Requests that ended while a plan was formed; the end of its step tells.
+    pub(super) ended: Vec<(RequestId, FinishReason)>,
     /// Outcomes of copies that nobody has looked at yet.
     pub(super) inbox: Vec<(u64, CopyOutcome)>,
     /// Requests that are gone but whose slot a copy still reads.
@@ -203,6 +210,7 @@ impl State {
         Self {
             memory,
             inbox: Vec::new(),
+            ended: Vec::new(),
             held_slots: BTreeMap::new(),
             closed: None,
             next_arrival: 0,
@@ -477,6 +485,15 @@ impl State {
         }
     }
 
+    /// Recounts a part of the prefix tree when nothing else is to be done. Says what does not agree.
+    pub(super) fn check_idle(&self) -> Option<String> {
+        let idle = self.keys.is_empty() && self.in_flight.is_none();
+        let checked = idle.then(|| self.memory.check_some(IDLE_NODES))?;
+        checked
+            .err()
+            .map(|what| format!("invariant broken: {what}"))
+    }
+
     pub(super) fn check(&self, slots: &SlotAllocator) -> std::result::Result<(), String> {
         slots.check()?;
         self.memory.check()?;
@@ -525,7 +542,11 @@ impl State {
                 ));
             }
         }
-        if let Some(key) = self.held_slots.keys().find(|&&key| !self.memory.reads_slot(key)) {
+        if let Some(key) = self
+            .held_slots
+            .keys()
+            .find(|&&key| !self.memory.reads_slot(key))
+        {
             return Err(format!("slot of request {key:?} is held for nothing"));
         }
         Ok(())

@@ -163,7 +163,7 @@ impl Runner<'_> {
                 at += bytes;
             }
         }
-        Ok(Ok(()))
+        Ok(check(batch, to_device).map_err(|(at, text)| fault(Some(at), text)))
     }
 
     fn injected(&self) -> Option<Injection> {
@@ -213,6 +213,39 @@ impl Runner<'_> {
             self.shared.changed.wait_for(&mut state, sleep);
         }
     }
+}
+
+/// Writes the checksums of what was stored, or compares those of what was loaded.
+fn check(batch: &LayerCopy, to_device: bool) -> Result<(), ((usize, u64), String)> {
+    let Some(sums) = &batch.sums else {
+        return Ok(());
+    };
+    for piece in batch.transfers(Mechanism::Gather).flatten() {
+        let sum = checksum(&piece);
+        if !to_device {
+            sums.put(piece.plane, piece.run, sum);
+        } else if !sums.agrees(piece.plane, piece.run, sum) {
+            let text = "the checksum differs from that of the store".to_owned();
+            return Err(((piece.plane, piece.run.device), text));
+        }
+    }
+    Ok(())
+}
+
+/// Of the device side of a transfer (FNV-1a, 64 bits).
+fn checksum(piece: &Transfer<'_>) -> u64 {
+    let first = piece.device.address() + piece.run.device;
+    let fold = |sum: u64, at: u64| {
+        let Ok(address) = usize::try_from(first + at) else {
+            return sum; // no region of this process has such an address
+        };
+        #[expect(unsafe_code, reason = "reads what was just copied")]
+        // SAFETY: as in `copy_bytes`; volatile, since another thread may break the protocol that
+        // this is here to check.
+        let byte = unsafe { std::ptr::with_exposed_provenance::<u8>(address).read_volatile() };
+        (sum ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3)
+    };
+    (0..piece.run.bytes).fold(0xCBF2_9CE4_8422_2325, fold)
 }
 
 /// Moves part of a transfer.

@@ -53,6 +53,8 @@ enum Phase {
     Submitted,
     /// Will not be submitted.
     Cancelled,
+    /// Has its outcome, which is not delivered yet.
+    Ended,
 }
 
 pub(super) struct Desk {
@@ -87,6 +89,11 @@ impl Desk {
             idle: Condvar::default(),
             max_jobs,
         }
+    }
+
+    /// End of the last window: the next one may not begin before it.
+    pub(super) fn next_k(&self) -> u64 {
+        self.state.lock().next_k
     }
 
     /// Takes all of a command's jobs, or none.
@@ -159,6 +166,13 @@ impl Desk {
         drop(state);
         self.wake.notify_all();
         true
+    }
+
+    /// A job gets its outcome, after which it cannot be cancelled. True: it was, and that is it.
+    pub(super) fn end(&self, job: u64) -> bool {
+        let mut state = self.state.lock();
+        let phase = state.jobs.get_mut(&job);
+        phase.is_some_and(|phase| std::mem::replace(phase, Phase::Ended) == Phase::Cancelled)
     }
 
     /// The outcome of a job was delivered.

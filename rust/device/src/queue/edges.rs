@@ -25,6 +25,8 @@ pub(crate) enum Edge {
     RefusalReported,
     /// A failed job opens its gates.
     FailureOpensGates,
+    /// A job that names a page lost to a copy that never ended is not submitted.
+    LostPages,
     /// A job is cancelled only before it is submitted.
     CancelBeforeSubmit,
 }

@@ -1,4 +1,9 @@
 //! The queue with its worker over the CPU device.
+#![expect(
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "a helper of a test fails by panicking, as a test does"
+)]
 
 mod world;
 
@@ -42,14 +47,18 @@ fn load(job: u64, pages: &[(u32, u32)]) -> LoadJob {
     }
 }
 
-struct Queue {
+struct Bench {
     world: World,
     device: Arc<CpuDevice>,
     queue: CopyQueue,
     outcomes: Receiver<(u64, CopyOutcome)>,
 }
 
-fn queue_with(deadline: Duration, max_jobs: usize) -> Queue {
+fn queue_with(deadline: Duration, max_jobs: usize) -> Bench {
+    queue_checked(deadline, max_jobs, false)
+}
+
+fn queue_checked(deadline: Duration, max_jobs: usize, copy_check: bool) -> Bench {
     let world = World::new();
     let device = Arc::new(CpuDevice::new(None).unwrap());
     let (sender, outcomes) = channel();
@@ -57,12 +66,13 @@ fn queue_with(deadline: Duration, max_jobs: usize) -> Queue {
     let config = QueueConfig {
         deadline,
         max_jobs,
+        copy_check,
         on_done: Box::new(move |job, outcome| {
             sender.lock().unwrap().send((job, outcome)).unwrap();
         }),
     };
     let queue = CopyQueue::new(device.clone(), world.memory.clone(), config).unwrap();
-    Queue {
+    Bench {
         world,
         device,
         queue,
@@ -70,11 +80,11 @@ fn queue_with(deadline: Duration, max_jobs: usize) -> Queue {
     }
 }
 
-fn queue() -> Queue {
+fn queue() -> Bench {
     queue_with(LONG, 64)
 }
 
-impl Queue {
+impl Bench {
     fn outcome(&self) -> (u64, CopyOutcome) {
         self.outcomes.recv_timeout(LONG).unwrap()
     }
@@ -219,22 +229,33 @@ fn a_copy_that_never_ends_fails_its_job_and_the_queue_goes_on() {
 }
 
 #[test]
-fn a_window_copy_that_never_ends_opens_the_gates_of_its_step() {
+fn a_window_copy_that_never_ends_opens_the_gates_and_its_pages_are_left_alone() {
     let q = queue_with(SHORT, 64);
     q.device.inject(Stream::Window, 3, Injection::Hang);
-    let window = |job, k0| WindowJob {
+    let window = |job, page, k0| WindowJob {
         job,
-        pieces: vec![piece(1, 1, world::PAGE)],
+        pieces: vec![piece(page, 1, world::PAGE)],
         k0,
         width: 2,
     };
-    let step = q.queue.start_step(Vec::new(), Some(window(1, 0))).unwrap();
-    q.forward(&step);
-    assert_eq!(step.finish().unwrap(), [1]);
-    let k0 = u64::from(world::KV_LAYERS);
-    let step = q.queue.start_step(Vec::new(), Some(window(2, k0))).unwrap();
-    q.forward(&step);
-    assert_eq!(step.finish().unwrap(), Vec::<u64>::new());
+    // The page of the first may still be written: the second must not touch it.
+    for (job, page, failed) in [(1, 1, true), (2, 1, true), (3, 2, false)] {
+        let k0 = (job - 1) * u64::from(world::KV_LAYERS);
+        let window = Some(window(job, page, k0));
+        let step = q.queue.start_step(Vec::new(), window).unwrap();
+        q.forward(&step);
+        let wanted = if failed { vec![job] } else { Vec::new() };
+        assert_eq!(step.finish().unwrap(), wanted);
+    }
+    let settled: Vec<bool> = q
+        .outcomes
+        .try_iter()
+        .map(|(_, outcome)| match outcome {
+            CopyOutcome::Failed(failure) => failure.settled,
+            _ => true,
+        })
+        .collect();
+    assert_eq!(settled, [false, true, true]);
 }
 
 #[test]
@@ -380,9 +401,46 @@ fn limits_of_zero_are_refused() {
         let config = QueueConfig {
             deadline,
             max_jobs,
+            copy_check: false,
             on_done: Box::new(|_, _| ()),
         };
         let queue = CopyQueue::new(device.clone(), world.memory.clone(), config);
         assert!(matches!(queue.err(), Some(Error::Config { .. })));
     }
+}
+
+#[test]
+fn a_checked_load_of_other_bytes_than_were_stored_fails() {
+    let q = queue_checked(LONG, 64, true);
+    q.world.fill_device();
+    let kv = vec![piece(2, 6, world::PAGE), piece(5, 7, 3)];
+    let state = vec![StatePiece {
+        device_slot: 0,
+        host_slot: 1,
+    }];
+    let store = StoreJob {
+        job: 1,
+        kv: kv.clone(),
+        state: state.clone(),
+    };
+    let after = q.queue.record_compute().unwrap();
+    q.queue.submit_store(store, after).unwrap();
+    q.queue.drain(LONG).unwrap();
+    let load = |job| {
+        let (kv, state) = (kv.clone(), state.clone());
+        let step = q.queue.start_step(vec![LoadJob { job, kv, state }], None);
+        step.unwrap().finish().unwrap()
+    };
+    assert_eq!(load(2), Vec::<u64>::new());
+    for plane in 0..q.world.memory.planes().len() {
+        let undo = q.world.corrupt_host(plane, &kv, &state);
+        assert_eq!(load(3), [3]);
+        let (_, outcome) = q.outcomes.iter().find(|(job, _)| *job == 3).unwrap();
+        let failure = failed(&outcome);
+        let name = q.world.memory.planes().name(plane);
+        assert_eq!(failure.plane.as_deref(), Some(name));
+        assert!(failure.text.contains("checksum"), "{failure}");
+        undo();
+    }
+    assert_eq!(load(4), Vec::<u64>::new());
 }

@@ -479,3 +479,34 @@ fn soak_against_the_naive_sets() {
     println!("{} calls: {coverage:?}", 5_000 * 210);
     coverage.assert_at_least(100);
 }
+
+#[test]
+#[ignore = "soak: two million page operations on the pool of the benchmarks"]
+fn soak_of_a_large_pool() {
+    let (num_pages, n) = (65_536, 1_000);
+    let pages = PageAllocator::new(PageConfig {
+        num_pages,
+        num_layers: 36,
+        page_size: 64,
+        slot_widths: 2,
+        addressing: Addressing::Flat,
+        cap_high: None,
+        cap_low: Some(num_pages),
+    })
+    .unwrap();
+    let mut dice = Random(3);
+    let mut held = pages
+        .alloc(pages.available(Low) * 9 / 10, Low, None)
+        .unwrap();
+    for _ in 0..1_000 {
+        let start = 2 * u32::try_from(dice.below(18)).unwrap();
+        held.extend(pages.alloc(n, Low, Some(start)).unwrap());
+        let mut pick = || held.swap_remove(dice.below(held.len()));
+        let gone: Vec<PageEntry> = (0..n).map(|_| pick()).collect();
+        pages.free(&gone, Owner::Request, Epoch(0)).unwrap();
+    }
+    pages.check().unwrap();
+    conserves_layers(&pages);
+    pages.free(&held, Owner::Request, Epoch(0)).unwrap();
+    assert_eq!(pages.dump().free, [(0, num_pages)]);
+}

@@ -3,16 +3,21 @@
 //! its block table, layer by layer, exactly the prefix of its own request; and every request must
 //! end with the tokens it would have alone.
 
-use std::collections::HashMap;
+#![expect(
+    clippy::panic,
+    reason = "a helper of a test fails by panicking, as a test does"
+)]
+
+use std::collections::{BTreeMap, HashMap};
 
 use proptest::prelude::*;
 
 use super::*;
+use crate::copy_job::{CopyFailure, CopyOutcome};
 use crate::memory::{Admission, MemoryConfig, Preemption, StoreCopy, StreamBudget};
 use crate::pages::{Addressing, PageConfig, PageEntry};
 use crate::plan::StepPlan;
 use crate::tree::WritePolicy;
-use crate::copy_job::{CopyFailure, CopyOutcome};
 use crate::{KvPiece, StatePiece};
 
 const PAGE: usize = 64;
@@ -71,7 +76,7 @@ struct Machine {
     state: HashMap<u32, u64>,
     saved: HashMap<u32, u64>,
     stores: Vec<StoreCopy>,
-    asked: HashMap<u64, (Vec<u32>, u32)>,
+    asked: BTreeMap<u64, (Vec<u32>, u32)>,
     known: HashMap<u64, Vec<u32>>,
     next_id: u64,
 }
@@ -134,7 +139,7 @@ impl Machine {
             state: HashMap::new(),
             saved: HashMap::new(),
             stores: Vec::new(),
-            asked: HashMap::new(),
+            asked: BTreeMap::new(),
             known: HashMap::new(),
             next_id: 0,
         }
@@ -278,7 +283,11 @@ impl Machine {
         let at = |offsets: &[i64], row: usize| {
             usize::try_from(offsets[row]).unwrap()..usize::try_from(offsets[row + 1]).unwrap()
         };
-        let page_tokens = if self.setup.pages.is_some() { PAGE } else { CONTEXT };
+        let page_tokens = if self.setup.pages.is_some() {
+            PAGE
+        } else {
+            CONTEXT
+        };
         let mut hashes = Vec::new();
         for row in 0..rows {
             let span = at(&plan.token_offsets, row);
@@ -288,7 +297,11 @@ impl Machine {
                 .iter()
                 .map(|&token| u32::try_from(token).unwrap())
                 .collect();
-            assert_eq!(tokens, known[start..start + span.len()], "the row's tokens are its own");
+            assert_eq!(
+                tokens,
+                known[start..start + span.len()],
+                "the row's tokens are its own"
+            );
             hashes.push(prefixes(&known[..start + span.len()]));
         }
         for layer in 0..self.setup.layers {
@@ -297,7 +310,7 @@ impl Machine {
                     self.copy_in(piece, layer, true, window.k0);
                 }
             }
-            for row in 0..rows {
+            for (row, hashes) in hashes.iter().enumerate() {
                 let span = at(&plan.token_offsets, row);
                 let table = &plan.block_tables[at(&plan.table_offsets, row)];
                 let start = usize::try_from(plan.starts[row]).unwrap();
@@ -306,7 +319,7 @@ impl Machine {
                     let flat = self.flat(entry, layer, plan.stream_k0);
                     let offset = u32::try_from(position % page_tokens).unwrap();
                     let found = self.device.get(&(flat, offset)).copied();
-                    let wanted = mix(hashes[row][position], u64::from(layer));
+                    let wanted = mix(hashes[position], u64::from(layer));
                     assert!(
                         garbage || found == Some(wanted),
                         "request {} layer {layer} position {position} of {start}, entry {entry:#x}",
@@ -319,21 +332,25 @@ impl Machine {
                     assert_eq!(page, table[position / page_tokens]);
                     let flat = self.flat(page, layer, 0);
                     let offset = u32::try_from(position % page_tokens).unwrap();
-                    let value = mix(hashes[row][position], u64::from(layer));
+                    let value = mix(hashes[position], u64::from(layer));
                     self.device.insert((flat, offset), value);
                 }
             }
         }
         if self.setup.hybrid {
-            for row in 0..rows {
+            for (row, hashes) in hashes.iter().enumerate() {
                 let slot = u32::try_from(plan.slots[row]).unwrap();
                 let start = usize::try_from(plan.starts[row]).unwrap();
                 let before = self.state.get(&slot).copied();
                 if start > 0 {
-                    let wanted = Some(hashes[row][start - 1]);
-                    assert!(garbage || before == wanted, "state of {}", plan.request_ids[row]);
+                    let wanted = Some(hashes[start - 1]);
+                    assert!(
+                        garbage || before == wanted,
+                        "state of {}",
+                        plan.request_ids[row]
+                    );
                 }
-                self.state.insert(slot, *hashes[row].last().unwrap());
+                self.state.insert(slot, *hashes.last().unwrap());
             }
             for &(slot, staging) in &plan.snapshots {
                 self.state.insert(staging, self.state[&slot]);
@@ -374,7 +391,12 @@ impl Machine {
             }
         }
         let stats = self.scheduler.stats();
-        assert_eq!((stats.waiting, stats.running), (0, 0), "{}", self.scheduler.describe());
+        assert_eq!(
+            (stats.waiting, stats.running),
+            (0, 0),
+            "{}",
+            self.scheduler.describe()
+        );
         self.scheduler.check_idle().unwrap();
         for (id, (prompt, max_tokens)) in &self.asked {
             let Ok(RequestStatus::Finished(result)) = self.scheduler.poll(RequestId(*id)) else {
@@ -444,22 +466,32 @@ fn setup() -> impl Strategy<Value = Setup> {
         1 => Just(WritePolicy::None),
     ];
     (
-        (2..6u32, prop_oneof![1 => Just(None), 4 => (2..20u32).prop_map(Some)], 1..4u32),
-        (prop_oneof![1 => Just(0u32), 1 => Just(8u32), 2 => 8..40u32], any::<bool>(), 1..5u32),
+        (
+            2..6u32,
+            prop_oneof![1 => Just(None), 4 => (2..20u32).prop_map(Some)],
+            1..4u32,
+        ),
+        (
+            prop_oneof![1 => Just(0u32), 1 => Just(8u32), 2 => 8..40u32],
+            any::<bool>(),
+            1..5u32,
+        ),
         (any::<bool>(), any::<bool>(), 0..4u64, policy),
     )
-        .prop_map(|((layers, pages, width), (host_pages, hybrid, slots), rest)| Setup {
-            layers,
-            pages,
-            width: width.min(layers),
-            host_pages,
-            hybrid,
-            slots,
-            park: rest.0,
-            reserve: rest.1,
-            preempt_every: rest.2,
-            policy: rest.3,
-        })
+        .prop_map(
+            |((layers, pages, width), (host_pages, hybrid, slots), rest)| Setup {
+                layers,
+                pages,
+                width: width.min(layers),
+                host_pages,
+                hybrid,
+                slots,
+                park: rest.0,
+                reserve: rest.1,
+                preempt_every: rest.2,
+                policy: rest.3,
+            },
+        )
 }
 
 fn run(setup: Setup, ops: Vec<Op>) {
@@ -475,7 +507,11 @@ fn run(setup: Setup, ops: Vec<Op>) {
                 max_tokens,
                 low,
             } => {
-                let class = if low { PriorityClass::Low } else { PriorityClass::High };
+                let class = if low {
+                    PriorityClass::Low
+                } else {
+                    PriorityClass::High
+                };
                 machine.submit(prompt(family, shared, own, salt), max_tokens, class);
             }
             Op::Step { fails, broken } => {
@@ -504,15 +540,10 @@ fn run(setup: Setup, ops: Vec<Op>) {
     machine.drain();
 }
 
-/// `PROPTEST_CASES`, which a longer run sets, or so many.
-fn cases(usual: u32) -> u32 {
-    let asked = std::env::var("PROPTEST_CASES").ok();
-    asked.and_then(|text| text.parse().ok()).unwrap_or(usual)
-}
-
 proptest! {
     #![proptest_config(ProptestConfig {
-        cases: cases(150),
+        // 128 in an ordinary run; `PROPTEST_CASES` sets twice the number of a longer one.
+        cases: ProptestConfig::default().cases.div_ceil(2),
         max_shrink_iters: 3000,
         ..ProptestConfig::default()
     })]

@@ -1,4 +1,5 @@
 //! A small hybrid model in memory: KV in every other layer, planes of odd sizes.
+#![expect(clippy::cast_possible_truncation, reason = "test memory is small")]
 
 use std::sync::Arc;
 
@@ -173,6 +174,30 @@ impl World {
             .iter()
             .map(|&(plane, d, _)| device[plane][d as usize])
             .collect()
+    }
+
+    /// Flips a bit of the first byte on the host that pieces have in a plane, in the last layer;
+    /// the result flips it back.
+    #[expect(unsafe_code, reason = "test memory")]
+    pub(super) fn corrupt_host(
+        &self,
+        plane: usize,
+        kv: &[KvPiece],
+        state: &[StatePiece],
+    ) -> impl Fn() + use<> {
+        let places = self.all_places(kv, state);
+        let of_plane = places.iter().rev().find(|place| place.0 == plane);
+        let at = of_plane.unwrap().2 as usize;
+        let region = self.memory.regions().1[plane].clone();
+        let flip = move || {
+            // SAFETY: inside the region; no copy of the test runs meanwhile.
+            unsafe {
+                let byte = pointer(&region).add(at);
+                byte.write(byte.read() ^ 1);
+            }
+        };
+        flip();
+        flip
     }
 
     pub(super) fn check_poisoned_but(&self, kv: &[KvPiece], state: &[StatePiece]) {
