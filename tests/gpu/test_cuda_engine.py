@@ -13,6 +13,7 @@ import torch
 
 from headrace import LLM, BatchedRequest, Engine, EngineConfig, SamplingParams
 from headrace.backends.cuda import many_rows
+from headrace.bench.kv import bench_kv
 from headrace.errors import ConfigError, DownloadError
 from headrace.loading.pull import pull
 from headrace.models.hybrid_config import LinearAttention
@@ -358,6 +359,15 @@ def test_dummy_weights_are_made_on_the_device():
         prompts = [np.random.default_rng(i).integers(0, 9999, 70).tolist() for i in range(2)]
         expected = alone(engine, prompts)
         assert_same(run(engine, prompts), expected)
+
+
+def test_bench_kv_measures_the_kernels():
+    report = bench_kv(contexts=(1024,), repeat=3, device="cuda")
+    on_cpu = bench_kv(contexts=(1024,), repeat=1)
+    for ours, theirs in zip(report.rows, on_cpu.rows, strict=True):
+        assert ours["rel_l2"] < 1.1 * theirs["rel_l2"] + 5e-3
+        assert ours["attention_ms_median"] > 0
+        assert ours["floor_ratio"] > 0
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ The bandwidth is that of a large copy on the device, bytes read and written coun
 run that uses it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -59,17 +60,22 @@ def copy_bandwidth(device: torch.device) -> float:
     """Bytes a second, read and written, of a copy of 1 GiB on the device."""
     source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
+    return 2 * _COPY_BYTES / device_median_s(lambda: target.copy_(source), _COPIES)
+
+
+def device_median_s(call: Callable[[], object], repeat: int) -> float:
+    """Median seconds of a call by the clock of the device, after one that does not count."""
     times = []
-    for _ in range(_COPIES):
+    for _ in range(repeat + 1):
         begin, end = (
             torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
             for _ in range(2)
         )
         begin.record()
-        target.copy_(source)
+        call()
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1e-3)
-    middle = median(times)
-    assert middle is not None, "there are copies"
-    return 2 * _COPY_BYTES / middle
+    middle = median(times[1:])
+    assert middle is not None, "it was called"
+    return middle

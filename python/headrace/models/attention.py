@@ -4,6 +4,7 @@ import torch
 
 from headrace.backends.base import Backend
 from headrace.layers.norm import Norm
+from headrace.models.batch import PrefillSegment
 from headrace.models.config import ModelConfig
 from headrace.models.step import Step
 from headrace.models.tensors import WeightReader
@@ -62,7 +63,8 @@ class Attention:
             return self._backend.attention_decode(
                 q, self._kv_layer, kv, batch.tables, batch.decode_lengths, batch.window
             )
-        assert step.mask is not None  # made whenever there are segments
+        if not rows and len(batch.segments) == 1:
+            return self._prefill(q, batch.segments[0], step)  # saves a copy
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if rows:
             out[:rows] = self._backend.attention_decode(
@@ -70,7 +72,17 @@ class Attention:
             )
         for segment in batch.segments:
             span = slice(segment.offset, segment.offset + segment.length)
-            out[span] = self._backend.attention_prefill(
-                q[span], self._kv_layer, kv, segment.table, segment.start, step.mask, batch.window
-            )
+            out[span] = self._prefill(q[span], segment, step)
         return out
+
+    def _prefill(self, q: torch.Tensor, segment: PrefillSegment, step: Step) -> torch.Tensor:
+        assert step.mask is not None, "made whenever there are segments"
+        return self._backend.attention_prefill(
+            q,
+            self._kv_layer,
+            step.kv,
+            segment.table,
+            segment.start,
+            step.mask,
+            step.batch.window,
+        )
