@@ -127,6 +127,8 @@ extern "C" __global__ void __cluster_dims__(GROUP* SPLIT, 1, 1) __launch_bounds_
     __shared__ __align__(16) float qkv_of[kChannels];
     __shared__ float o_of[DV];
     __shared__ float beta, decay;
+    // The product after this one may fetch its weights meanwhile; it waits for the end of this.
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int member = blockIdx.x / SPLIT, slice = blockIdx.x % SPLIT;
     const int key_heads = gridDim.y, key_head = blockIdx.y, value_heads = key_heads * GROUP;

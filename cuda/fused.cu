@@ -37,6 +37,13 @@ __device__ __forceinline__ float block_sum(float x) {
     return total;
 }
 
+// The kernel after this one may start to fetch what nobody writes, and nothing here is read or written
+// before the kernel ahead has ended; without an early launch both mean nothing.
+__device__ __forceinline__ void take_turn() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 constexpr int kPasses = 4;  // vectors of one thread
 
 // Wide: weight is fp32, applied before the only rounding; else it has the type of x, applied after.
@@ -45,6 +52,7 @@ __device__ __forceinline__ void norm(const Element* x, long long x_stride, const
                                      long long addend_stride, Element* sum, long long sum_stride,
                                      const void* weight, Element* out, long long out_stride,
                                      float eps, int width) {
+    take_turn();
     const long long row = blockIdx.x;
     Vector v[kPasses];
     float squares = 0.0f;
@@ -109,6 +117,7 @@ extern "C" __global__ void __launch_bounds__(1024)
 // Grid: (vectors of n / block, rows). gate_up [rows, 2 n] -> silu(gate) * up, silu rounded as well.
 extern "C" __global__ void __launch_bounds__(256)
     silu_mul(const Element* gate_up, long long stride, Element* out, long long out_stride, int n) {
+    take_turn();
     const int at = (blockIdx.x * blockDim.x + threadIdx.x) * kVector;
     if (at >= n) return;
     const Element* row = gate_up + blockIdx.y * stride + at;
@@ -125,6 +134,7 @@ extern "C" __global__ void __launch_bounds__(256)
 extern "C" __global__ void __launch_bounds__(256)
     sigmoid_gate(const Element* x, long long x_stride, const Element* gate, long long gate_stride,
                  int head, int head_stride, Element* out, long long out_stride, int n) {
+    take_turn();
     const int at = (blockIdx.x * blockDim.x + threadIdx.x) * kVector;
     if (at >= n) return;
     Vector v = read(x + blockIdx.y * x_stride + at);
@@ -139,6 +149,7 @@ extern "C" __global__ void __launch_bounds__(256)
 extern "C" __global__ void __launch_bounds__(256)
     embed(const Element* table, const long long* ids, Element* out, long long out_stride, int vocab,
           int width) {
+    take_turn();
     const int at = (blockIdx.x * blockDim.x + threadIdx.x) * kVector;
     if (at >= width) return;
     const long long id = ids[blockIdx.y];

@@ -16,7 +16,7 @@ from headrace.errors import ConfigError
 ENV_PREFIX = "HEADRACE_"
 ALIASES = {"QWEN_MAX_BATCH_SIZE": "max_batch_size", "HEADRACE_CACHE": "cache_dir"}
 # Read by the test suite and by diagnostics, so they are no engine options but no typos either.
-OTHER_VARIABLES = ("HEADRACE_CHECK", "HEADRACE_SOAK")
+OTHER_VARIABLES = ("HEADRACE_CHECK", "HEADRACE_SOAK", "HEADRACE_REQUIRE_GPU")
 TEST_PREFIX = "HEADRACE_TEST_"
 
 CHUNK_TOKENS = 64  # a prefill is cut at multiples of this, in absolute position
@@ -147,6 +147,7 @@ class EngineConfig:
     deterministic: str | bool = _option(
         "auto", "auto | on | off: tokens independent of the batch; auto is on for CUDA"
     )
+    cuda_graphs: bool = _option(True, "capture decode steps in CUDA graphs; GPU only")
     load_format: str = _option("auto", "auto | dummy; dummy fills weights from the seed")
     seed: int = _option(0, "seed of dummy weights and of requests without their own seed")
     skip_tokenizer: bool = _option(False, "token ids in and out only; load no tokenizer")
@@ -180,6 +181,7 @@ class EngineConfig:
         if isinstance(self.deterministic, bool):
             object.__setattr__(self, "deterministic", "on" if self.deterministic else "off")
         _check_choice("deterministic", self.deterministic, ("auto", "on", "off"))
+        _check_bool("cuda_graphs", self.cuda_graphs)
         _check_choice("load_format", self.load_format, ("auto", "dummy"))
         _check_choice("fp8_weights", self.fp8_weights, ("keep", "dequantize"))
         _check_integer("seed", self.seed, 0, MAX_U64)
@@ -404,7 +406,7 @@ _INTEGERS = (
     "link_bytes_per_s",
 )
 _NUMBERS = ("admission_ratio", "low_step_ms", "copy_timeout_s")
-_BOOLEANS = ("skip_tokenizer", "int8_rotate", "copy_check")
+_BOOLEANS = ("skip_tokenizer", "int8_rotate", "copy_check", "cuda_graphs")
 _OPTIONAL_INTEGERS = ("max_context", "num_threads", "num_pages", "low_pages")
 
 

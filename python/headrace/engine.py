@@ -21,7 +21,10 @@ from headrace._core import (
     SlotAllocator,
     StepPlan,
     build_plan,
+    decode_width,
 )
+from headrace.backends.base import Backend
+from headrace.backends.cuda.loader import CudaUnavailable, require_gpu
 from headrace.backends.torch_ops import TorchBackend
 from headrace.config import EngineConfig, checks_enabled, preempt_every
 from headrace.errors import ConfigError, EngineClosed, InvalidRequest, PromptTooLong, UnknownRequest
@@ -31,7 +34,9 @@ from headrace.kv.memory import available_bytes
 from headrace.kv.state import StatePool
 from headrace.loading.build import LoadedModel, load_model
 from headrace.loading.resolve import resolve_model
+from headrace.models.decoder import DecoderModel
 from headrace.models.step import Gates
+from headrace.plan import workspace_bytes
 from headrace.request import (
     BatchDecodeResult,
     BatchedRequest,
@@ -53,6 +58,8 @@ _U64 = 2**64
 _MAX_STAGING = 4
 # What a step may plan with for copies inside host memory, where no link is set.
 _MEMCPY_BYTES_PER_S = 5e9
+# Library workspaces, kernels and graphs.
+_GPU_RESERVE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,11 +99,12 @@ class Engine:
 
     def __init__(self, config: EngineConfig, *, progress: bool = False) -> None:
         self.config = config
-        self.device = _device(config.device)
+        self.device = _device(config)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        deterministic = config.deterministic == "on"
-        self.backend = TorchBackend(self.device, deterministic=deterministic)
+        on_gpu = self.device.type == "cuda"
+        deterministic = config.deterministic == "on" or (config.deterministic == "auto" and on_gpu)
+        self.backend = _backend(self.device, deterministic=deterministic)
         loaded = load_model(
             resolve_model(
                 config.model,
@@ -132,7 +140,7 @@ class Engine:
         _check_memory(
             layout.pool_bytes(pages, page_tokens),
             (config.max_batch_size + staging) * state_bytes,
-            available_bytes(self.device) - (host.nbytes if host else 0),
+            available_bytes(self.device) - (host.nbytes if host else 0) - self._reserve(dtype),
         )
         self.kv = KVCache(
             loaded.config,
@@ -156,7 +164,7 @@ class Engine:
         self.tier = None if host is None else self._host_tier(host)
         self._memory = self._memory_config(layout, host, staging)
         self.slots = SlotAllocator(config.max_batch_size)
-        self.runner = ModelRunner(loaded.model, self.kv, self.state)
+        self.runner = self._runner(loaded.model)
         self.capabilities = Capabilities(
             supports_batch=config.max_batch_size > 1,
             max_batch_size=config.max_batch_size,
@@ -171,6 +179,44 @@ class Engine:
         self._forward_lock = threading.RLock()
         self._request_count = itertools.count()
         self._closed = False
+
+    def _reserve(self, dtype: torch.dtype) -> int:
+        """Bytes to leave free for what steps and graphs allocate; a CPU counts no such thing."""
+        if self.device.type != "cuda":
+            return 0
+        torch.cuda.empty_cache()  # what loading left would count as taken
+        config = self.config
+        return _GPU_RESERVE_BYTES + workspace_bytes(
+            self.model_config,
+            config.max_batch_size,
+            self.max_context,
+            config.max_batch_tokens,
+            dtype.itemsize,
+        )
+
+    def _runner(self, model: DecoderModel) -> ModelRunner:
+        if self.device.type != "cuda":
+            return ModelRunner(model, self.kv, self.state)
+        from headrace.backends.cuda_ops import CudaBackend
+        from headrace.cuda_runner import CudaRunner
+
+        assert isinstance(self.backend, CudaBackend), "made for this device"
+        rows = decode_width(self.config.max_batch_size)
+        self.backend.attach(
+            self.kv,
+            query_heads=self.model_config.num_heads,
+            max_rows=rows,
+            max_context=self.max_context,
+        )
+        return CudaRunner(
+            model,
+            self.kv,
+            self.state,
+            max_rows=rows,
+            max_context=self.max_context,
+            # A check in the middle of a step reads from the device, which no graph allows.
+            graphs=self.config.cuda_graphs and not self.kv.pool.checked,
+        )
 
     def _pool_shape(self) -> tuple[int, int]:
         """Pages of the KV pool, and tokens of each."""
@@ -567,10 +613,36 @@ def _tokenizer(loaded: LoadedModel) -> Tokenizer | None:
     )
 
 
-def _device(name: str) -> torch.device:
-    if name in ("auto", "cpu"):
-        return torch.device("cpu")
-    raise ConfigError(f"device={name!r}: this build runs on the CPU only; accepted is auto | cpu")
+def _device(config: EngineConfig) -> torch.device:
+    """Return the device of an engine; "auto" is a GPU that can run the kernels, else the CPU."""
+    name = config.device
+    device = torch.device("cpu")
+    if name.startswith("cuda") or (name == "auto" and torch.cuda.is_available()):
+        try:
+            require_gpu()
+            device = torch.device("cuda", int(name.partition(":")[2] or 0))
+        except CudaUnavailable as error:
+            if name != "auto":
+                raise ConfigError(f"device={name!r}: {error}; accepted here is cpu") from error
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if device.index >= count:
+            raise ConfigError(f"device={name!r}: accepted is cuda:0 to cuda:{count - 1}")
+        if config.host_bytes:
+            raise ConfigError(
+                f"host_bytes={config.host_bytes} with device {device}: the host tier copies on the "
+                "CPU only so far; accepted is 0"
+            )
+    return device
+
+
+def _backend(device: torch.device, *, deterministic: bool) -> Backend:
+    if device.type != "cuda":
+        return TorchBackend(device, deterministic=deterministic)
+    from headrace.backends.cuda_ops import CudaBackend
+
+    torch.cuda.set_device(device)
+    return CudaBackend(device, deterministic=deterministic)
 
 
 def _check_memory(kv_bytes: int, state_bytes: int, available: int) -> None:

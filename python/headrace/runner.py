@@ -20,7 +20,15 @@ from headrace.sampling import SampleResult, SamplingBatch, sample
 
 
 class ModelRunner:
-    """Executes plans on one model and one KV cache. Calls must not overlap."""
+    """Executes plans on one model and one KV cache. Calls must not overlap.
+
+    timed: whether `device_s` is measured. device_s: seconds the device took for the last plan that
+    was executed, None where nobody measures that. replays: steps that were replays of a graph.
+    """
+
+    timed = False
+    device_s: float | None = None
+    replays = 0
 
     def __init__(self, model: DecoderModel, kv: KVCache, state: StatePool | None = None) -> None:
         self.model = model
@@ -43,7 +51,7 @@ class ModelRunner:
     def execute(self, plan: StepPlan, gates: Gates | None = None) -> SampleResult:
         """Compute all rows and sample one token for each row that wants one."""
         if not plan.num_rows:  # a step of copies alone
-            return SampleResult(token_ids=np.empty(0, np.int32), logprobs=[], bad_rows=())
+            return SampleResult(token_ids=np.empty(0, np.int32))
         logits = self.forward(plan, gates)
         with torch.inference_mode():
             return sample(logits, sampling_batch(plan.sampling))

@@ -5,13 +5,20 @@ refused at construction, never in the middle of a step.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from headrace.kv.cache import KVCache
 from headrace.kv.tables import Table, Window
 from headrace.layers.block_fp8 import BlockFp8Weight
+from headrace.layers.rope import RotaryEmbedding
+
+if TYPE_CHECKING:
+    from headrace.layers.norm import Norm
+    from headrace.models.batch import ForwardBatch
+    from headrace.models.config import ModelConfig
 
 # Prefill attention works on tiles of query rows aligned at absolute multiples of this number, so
 # that a cut of the prompt there changes no bits.
@@ -19,6 +26,21 @@ PREFILL_TILE = 64
 
 # A matrix `[out, in]` as a checkpoint holds it.
 Weight = torch.Tensor | BlockFp8Weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaWeights:
+    """What one linear layer has besides its projections.
+
+    taps: fp32 `[channels, 4]`, oldest input first; a_log, dt_bias: fp32 `[Hv]`; norm: `[dv]` in the
+    model dtype.
+    """
+
+    taps: torch.Tensor
+    a_log: torch.Tensor
+    dt_bias: torch.Tensor
+    norm: torch.Tensor
+    eps: float
 
 
 class Backend(Protocol):
@@ -29,20 +51,50 @@ class Backend(Protocol):
     is zero. Tables and windows: `headrace.kv.tables`.
 
     deterministic: the bits of a row depend on nothing but its own request.
-    supported_dtypes: dtypes the weights and the KV may have.
     """
 
     name: str
     device: torch.device
     deterministic: bool
-    supported_dtypes: frozenset[torch.dtype]
+
+    def check_model(self, config: "ModelConfig", dtype: torch.dtype) -> None:
+        """Refuse a model, or a dtype of it, that this backend cannot run.
+
+        Raises
+        ------
+        ConfigError
+            Names what it does not have.
+        """
+        ...
+
+    def embed(self, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """Rows `ids [T]` int64 of `table [vocab, hidden]`."""
+        ...
 
     def pack_linear(self, weight: Weight) -> Weight:
         """Return a weight `[out, in]` in the storage `linear` reads fastest; called once."""
         ...
 
-    def linear(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
-        """`x [rows, in]` times a packed weight -> `[rows, out]`, accumulated in fp32."""
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        *,
+        decode_rows: int = 0,
+        residual: torch.Tensor | None = None,
+        wide: bool = False,
+    ) -> torch.Tensor:
+        """`x [rows, in]` times a packed weight -> `[rows, out]`, accumulated in fp32.
+
+        decode_rows: leading rows that have the bits of a step of decode rows alone. residual:
+        `[rows, out]`, added; its memory may be used for the result. wide: an fp32 result.
+        """
+        ...
+
+    def linear_silu_mul(
+        self, x: torch.Tensor, weight: Weight, *, decode_rows: int = 0
+    ) -> torch.Tensor:
+        """`silu_mul` of the product with gate and up in one packed weight -> `[rows, out / 2]`."""
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -63,11 +115,34 @@ class Backend(Protocol):
         ...
 
     def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """`x * sigmoid(gate)`, both `[T, n]`, in fp32 and cast once."""
+        """`x [T, n] * sigmoid(gate)` in fp32, cast once; gate: as x, or `[T, heads, n / heads]`."""
         ...
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """`[rows, 2 * n]` (gate, then up) -> `silu(gate) * up` `[rows, n]`."""
+        ...
+
+    def rotary(
+        self, rope: RotaryEmbedding, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cos and sin of a step, shared by its layers; pass them to `rotate_append`."""
+        ...
+
+    def rotate_append(
+        self,
+        layer: int,
+        kv: KVCache,
+        batch: "ForwardBatch",
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        norms: "tuple[Norm, Norm] | None",
+        rotary: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """Norm and turn `q [T, heads, head_dim]` and k, append k and v; returns q.
+
+        norms: of q and of k. The memory of q may be used for the result.
+        """
         ...
 
     def kv_append(
@@ -110,13 +185,30 @@ class Backend(Protocol):
         q: torch.Tensor,
         layer: int,
         kv: KVCache,
-        tables: Sequence[Table],
-        lengths: Sequence[int],
+        tables: Sequence[Table] | torch.Tensor,
+        lengths: Sequence[int] | torch.Tensor,
         window: Window,
     ) -> torch.Tensor:
         """Attention of one new token a row against the first `lengths[b]` tokens of its table.
 
         q and result: `[B, heads, head_dim]`. Never reads beyond a row's own length.
+        """
+        ...
+
+    def delta_mix_step(
+        self,
+        qkv: torch.Tensor,
+        z: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        weights: DeltaWeights,
+        conv: torch.Tensor,
+        state: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """A linear layer between its projections, one token a row: `[B, Hv * dv]`.
+
+        `conv_step`, `delta_gates`, `gated_delta_step` and `gated_rms_norm` after one another.
         """
         ...
 

@@ -5,15 +5,24 @@ Rates quoted here: two cores with AVX-512, fp32, the linears of a 135 M model, t
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
-from headrace.backends.base import PREFILL_TILE, Weight
+from headrace.backends.base import PREFILL_TILE, DeltaWeights, Weight
 from headrace.backends.torch_delta import DeltaInputs, conv_window, delta_chunks, delta_step
+from headrace.errors import ConfigError
 from headrace.kv.cache import KVCache
 from headrace.kv.tables import Table, Window
+from headrace.layers import rope as rotation
 from headrace.layers.block_fp8 import BlockFp8Weight
+from headrace.layers.rope import RotaryEmbedding
+
+if TYPE_CHECKING:
+    from headrace.layers.norm import Norm
+    from headrace.models.batch import ForwardBatch
+    from headrace.models.config import ModelConfig
 
 # Rows of one product in deterministic mode. A product of fixed shape has bits that depend on
 # neither the number of rows in the step nor the place of a row; a plain product does not.
@@ -40,6 +49,16 @@ class TorchBackend:
         self.device = torch.device(device)
         self.deterministic = deterministic
 
+    def check_model(self, config: "ModelConfig", dtype: torch.dtype) -> None:
+        """Refuse dtypes that no model has."""
+        if dtype not in self.supported_dtypes:
+            supported = ", ".join(sorted(str(entry) for entry in self.supported_dtypes))
+            raise ConfigError(f"dtype {dtype} is not supported by {self.name}; use {supported}")
+
+    def embed(self, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """Rows of the table."""
+        return F.embedding(ids, table)
+
     def pack_linear(self, weight: Weight) -> Weight:
         """Reorder a weight for oneDNN on a CPU that has it; elsewhere return it as it is.
 
@@ -52,8 +71,31 @@ class TorchBackend:
         packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
         return packed
 
-    def linear(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
-        """`x [rows, in]` times `weight [out, in]` (plain, packed or codes) -> `[rows, out]`."""
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        *,
+        decode_rows: int = 0,
+        residual: torch.Tensor | None = None,
+        wide: bool = False,
+    ) -> torch.Tensor:
+        """`x [rows, in]` times `weight [out, in]` (plain, packed or codes) -> `[rows, out]`.
+
+        All rows are computed alike, so `decode_rows` decides nothing.
+        """
+        out = self._linear(x, weight)
+        if residual is not None:
+            out = residual + out
+        return out.float() if wide else out
+
+    def linear_silu_mul(
+        self, x: torch.Tensor, weight: Weight, *, decode_rows: int = 0
+    ) -> torch.Tensor:
+        """Product, then `silu_mul`."""
+        return self.silu_mul(self._linear(x, weight))
+
+    def _linear(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         rows = x.shape[0]
         if rows == 0:
             return x.new_empty((0, weight.shape[0]))
@@ -85,7 +127,8 @@ class TorchBackend:
 
     def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """`x * sigmoid(gate)` in fp32."""
-        return (x.float() * self._pointwise(torch.sigmoid, gate.float())).to(x.dtype)
+        gate = gate.reshape(x.shape).float()
+        return (x.float() * self._pointwise(torch.sigmoid, gate)).to(x.dtype)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """`[rows, 2 * n]` -> `silu(gate) * up`, `[rows, n]`."""
@@ -94,6 +137,30 @@ class TorchBackend:
         # Blocks below the grain run on one thread, so a row is vectorised the same way anywhere.
         rows = max(1, _POINTWISE_GRAIN * 2 // gate_up.shape[1])
         return torch.cat([_silu_mul(block) for block in torch.split(gate_up, rows)])
+
+    def rotary(
+        self, rope: RotaryEmbedding, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cos and sin of the tokens, `[T, 1, R/2]`."""
+        return rope.at(positions)
+
+    def rotate_append(
+        self,
+        layer: int,
+        kv: KVCache,
+        batch: "ForwardBatch",
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        norms: "tuple[Norm, Norm] | None",
+        rotary: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """Norms, rotary embedding and append, one after the other."""
+        if norms is not None:
+            q, k = norms[0].forward(q), norms[1].forward(k)
+        q, k = rotation.apply(q, *rotary), rotation.apply(k, *rotary)
+        self.kv_append(layer, kv, batch.token_pages, batch.token_offsets, k, v)
+        return q
 
     def kv_append(
         self,
@@ -165,8 +232,8 @@ class TorchBackend:
         q: torch.Tensor,
         layer: int,
         kv: KVCache,
-        tables: Sequence[Table],
-        lengths: Sequence[int],
+        tables: Sequence[Table] | torch.Tensor,
+        lengths: Sequence[int] | torch.Tensor,
         window: Window,
     ) -> torch.Tensor:
         """One row at a time against a view of its own KV, so stale memory is never read.
@@ -188,6 +255,30 @@ class TorchBackend:
             )
             out[row] = kv.outputs(attended.view(heads, head_dim))
         return out
+
+    def delta_mix_step(
+        self,
+        qkv: torch.Tensor,
+        z: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        weights: DeltaWeights,
+        conv: torch.Tensor,
+        state: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """The four operations of a linear layer after one another."""
+        rows, (value_heads, value_dim, key_dim) = qkv.shape[0], state.shape[1:]
+        beta, g = self.delta_gates(b, a, weights.a_log, weights.dt_bias)
+        mixed = self.conv_step(qkv, weights.taps, conv, slots)
+        value_size = value_heads * value_dim
+        key_size = (qkv.shape[1] - value_size) // 2
+        q, k, v = torch.split(mixed, [key_size, key_size, value_size], dim=1)
+        q, k = (x.reshape(rows, -1, key_dim) for x in (q, k))
+        v = v.reshape(rows, value_heads, value_dim)
+        out = self.gated_delta_step(q, k, v, g, beta, state, slots)
+        normed = self.gated_rms_norm(out, z.reshape(out.shape), weights.norm, weights.eps)
+        return normed.view(rows, value_size)
 
     def delta_gates(
         self, b: torch.Tensor, a: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor

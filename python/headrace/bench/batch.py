@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from headrace.bench.drive import Run, drive, random_prompts
 from headrace.bench.env import Value, describe
+from headrace.bench.floor import Floor
 from headrace.bench.output import Report
 from headrace.bench.stats import median, percentile, rate
 from headrace.config import CHUNK_TOKENS, MAX_BATCH_TOKENS, EngineConfig
@@ -41,6 +42,9 @@ _COLUMNS = (
     "s_tps",
     "step_ms_median",
     "step_ms_p95",
+    "device_ms_median",
+    "step_ms_floor",
+    "floor_ratio",
     "speedup_vs_b1",
     "parity",
     "valid",
@@ -138,7 +142,13 @@ def bench_batch(
             make_row(shape, done[warmup:], alone[shape.prompt_len]) for shape, done in runs.items()
         ]
         add_speedups(rows)
-        return Report(describe(engine), rows, _COLUMNS)
+        floor = Floor.of(engine)
+        for shape, row in zip(runs, rows, strict=True):
+            add_floor(row, shape, floor)
+        env = describe(engine)
+        env["copy_gb_per_s"] = None if floor is None else floor.bytes_per_s / 1e9
+        env["graph_replays"] = engine.runner.replays
+        return Report(env, rows, _COLUMNS)
 
 
 def check_room(config: EngineConfig, shapes: Sequence[Shape]) -> None:
@@ -163,6 +173,7 @@ def make_row(shape: Shape, runs: Sequence[Run], alone: Sequence[Sequence[int]]) 
     decode_s = median([run.decode_s for run in runs])
     wall_s = median([run.wall_s for run in runs])
     step_ms = [sample for run in runs for sample in run.step_ms(shape.batch)]
+    device_ms = [sample for run in runs for sample in run.device_ms(shape.batch)]
     last = runs[-1]
     reason = _invalid_reason(shape, runs)
     expected = [list(tokens[: shape.gen_len]) for tokens in alone[: shape.batch]]
@@ -181,6 +192,12 @@ def make_row(shape: Shape, runs: Sequence[Run], alone: Sequence[Sequence[int]]) 
         "step_ms_p95": percentile(step_ms, 95),
         "step_ms_min": min(step_ms, default=None),
         "step_samples": len(step_ms),
+        "device_ms_median": median(device_ms),
+        "prefill_device_s": median(
+            [run.prefill_device_s for run in runs if run.prefill_device_s is not None]
+        ),
+        "step_ms_floor": None,
+        "floor_ratio": None,
         "speedup_vs_b1": None,
         "concurrency": median([run.concurrency for run in runs]),
         "concurrency_asked": shape.batch,
@@ -199,6 +216,16 @@ def add_speedups(rows: Sequence[dict[str, Value]]) -> None:
         base, own = lone.get((row["pp"], row["tg"])), row["s_tg_tps"]
         if isinstance(base, float) and isinstance(own, float):
             row["speedup_vs_b1"] = own / base
+
+
+def add_floor(row: dict[str, Value], shape: Shape, floor: Floor | None) -> None:
+    """Set `step_ms_floor` at the mean context of the decode steps, and how far off a step is."""
+    if floor is None:
+        return
+    least = floor.step_ms(shape.batch, shape.prompt_len + shape.gen_len / 2)
+    row["step_ms_floor"] = least
+    step = row["step_ms_median"]
+    row["floor_ratio"] = step / least if isinstance(step, float) else None
 
 
 def _invalid_reason(shape: Shape, runs: Sequence[Run]) -> str | None:

@@ -25,11 +25,15 @@ _COPY_WAIT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step: its time, and how many rows of each kind it computed."""
+    """One step: its time, and how many rows of each kind it computed.
+
+    device_s: what the device took, by its own clock, where that is measured.
+    """
 
     seconds: float
     num_decode: int
     num_rows: int
+    device_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +91,17 @@ class Run:
         """Milliseconds of the decode steps of exactly so many rows."""
         return [step.seconds * _MS for step in self.decode_steps if step.num_decode == rows]
 
+    def device_ms(self, rows: int) -> list[float]:
+        """The same by the clock of the device; empty where it is not measured."""
+        steps = [step for step in self.decode_steps if step.num_decode == rows]
+        return [step.device_s * _MS for step in steps if step.device_s is not None]
+
+    @property
+    def prefill_device_s(self) -> float | None:
+        """Time of the device in the steps that are not decode steps."""
+        times = [step.device_s for step in self.steps if step.num_decode != step.num_rows]
+        return sum(time for time in times if time is not None) if any(times) else None
+
     @property
     def concurrency(self) -> float:
         """Rows of a step, weighted by its time."""
@@ -111,6 +126,7 @@ def drive(
 ) -> Run:
     """Run prompts together, `gen_len` greedy tokens each, past any end-of-text token."""
     params = SamplingParams(max_tokens=gen_len, ignore_eos=True)
+    engine.runner.timed = True
     scheduler = new_scheduler(engine)
     try:
         start = clock()
@@ -152,7 +168,7 @@ def _steps(engine: Engine, scheduler: Scheduler, clock: Callable[[], float]) -> 
         if plan is None:
             return
         step(engine, scheduler, plan)
-        yield Step(clock() - start, plan.num_decode, plan.num_rows)
+        yield Step(clock() - start, plan.num_decode, plan.num_rows, engine.runner.device_s)
 
 
 def next_plan(scheduler: Scheduler) -> StepPlan | None:

@@ -1,7 +1,8 @@
-"""`bench kv`: what each KV format costs and loses in the reference code, without a model.
+"""`bench kv`: what each KV format costs and loses, without a model.
 
-Keys, values and queries are gaussian, in the dtype of the model. Times are those of the torch
-reference, which decodes a copy before it attends: compare them with one another, not with kernels.
+Keys, values and queries are gaussian, in the dtype of the model. On a CPU times are those of the
+torch reference, which decodes a copy before it attends: compare them with one another, not with
+kernels. On a GPU they are those of the kernels, in replays of a graph of many calls.
 """
 
 import math
@@ -11,7 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+from headrace.backends.cuda.loader import require_gpu
 from headrace.bench.env import Value, machine
+from headrace.bench.floor import copy_bandwidth, device_median_s
 from headrace.bench.output import Report
 from headrace.bench.stats import median
 from headrace.kv.codecs import rotate_queries, unrotate_outputs
@@ -29,8 +32,12 @@ _COLUMNS = (
     "append_us_per_token",
     "append_one_us",
     "attention_ms_median",
+    "step_ms_floor",
+    "floor_ratio",
     "rel_l2",
 )
+# Calls of a kernel in one graph.
+_GRAPH_CALLS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +72,15 @@ def bench_kv(
     head_dim: int = 128,
     repeat: int = 5,
     seed: int = 0,
+    device: str = "cpu",
 ) -> Report:
-    """Measure every format (or those given) as `run` does, with the machine beside the rows."""
+    """Measure every format (or those given) as `run` does, with the machine beside the rows.
+
+    Raises
+    ------
+    CudaUnavailable
+        The device is a GPU and there is none that runs the kernels.
+    """
     rows = run(
         every_format() if formats is None else formats,
         contexts=contexts,
@@ -76,9 +90,11 @@ def bench_kv(
         head_dim=head_dim,
         repeat=repeat,
         seed=seed,
+        device=device,
     )
     env: dict[str, Value] = {
         **machine(),
+        "device": device,
         "layers": layers,
         "kv_heads": kv_heads,
         "group": group,
@@ -101,8 +117,9 @@ def run(
     head_dim: int,
     repeat: int,
     seed: int,
+    device: str = "cpu",
 ) -> list[dict[str, Value]]:
-    """One row per format and context, on the CPU.
+    """One row per format and context.
 
     layers: only counted in the bytes; one layer is measured. group: query heads per KV head.
     `rel_l2` is that of the attention output of one token against fp32 attention over the vectors
@@ -120,12 +137,16 @@ def run(
         KVLayout(kv_format=entry, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
         for entry in formats
     ]
+    bytes_per_s = None
+    if device != "cpu":
+        require_gpu()
+        bytes_per_s = copy_bandwidth(torch.device(device))
     rows = []
     for layout in layouts:
         for context in contexts:
             # The same seed for each format: all of them store the same vectors.
             inputs = _inputs(layout, context, group, seed)
-            rows.append(_row(layout, inputs, repeat))
+            rows.append(_row(layout, inputs, repeat, device, bytes_per_s))
     return rows
 
 
@@ -142,7 +163,19 @@ def _inputs(layout: KVLayout, context: int, group: int, seed: int) -> _Inputs:
     return _Inputs(k, v, q, _attend(q, k.float(), v.float()))
 
 
-def _row(layout: KVLayout, inputs: _Inputs, repeat: int) -> dict[str, Value]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measured:
+    """Seconds of appending all tokens, of one, and of one attention; and its output."""
+
+    fill_s: float
+    append_one_s: float
+    attend_s: float
+    output: torch.Tensor  # fp32 [kv_heads, group, D]
+
+
+def _row(
+    layout: KVLayout, inputs: _Inputs, repeat: int, device: str, bytes_per_s: float | None
+) -> dict[str, Value]:
     context = inputs.k.shape[0]
     single = KVLayout(
         kv_format=layout.kv_format,
@@ -150,7 +183,31 @@ def _row(layout: KVLayout, inputs: _Inputs, repeat: int) -> dict[str, Value]:
         kv_heads=layout.kv_heads,
         head_dim=layout.head_dim,
     )
-    pool = PlanePool.allocate(single, pages=1, page_tokens=context)
+    pool = PlanePool.allocate(single, pages=1, page_tokens=context, device=device)
+    measure = _reference if bytes_per_s is None else _kernels
+    measured = measure(pool, inputs, repeat)
+    auto = KVFormat(name=AUTO, model_dtype=layout.kv_format.model_dtype)
+    floor_s = None if bytes_per_s is None else single.bytes_per_token * context / bytes_per_s
+    return {
+        "kv_dtype": layout.kv_format.label,
+        "model_dtype": str(layout.kv_format.model_dtype).removeprefix("torch."),
+        "context": context,
+        "bytes_per_token": layout.bytes_per_token,
+        "ratio": single.bytes_per_token
+        / KVLayout(
+            kv_format=auto, layers=1, kv_heads=layout.kv_heads, head_dim=layout.head_dim
+        ).bytes_per_token,
+        "append_us_per_token": measured.fill_s * 1e6 / context,
+        "append_one_us": measured.append_one_s * 1e6,
+        "attention_ms_median": measured.attend_s * 1e3,
+        "step_ms_floor": None if floor_s is None else floor_s * 1e3,
+        "floor_ratio": None if floor_s is None else measured.attend_s / floor_s,
+        "rel_l2": float((measured.output - inputs.exact).norm() / inputs.exact.norm()),
+    }
+
+
+def _reference(pool: PlanePool, inputs: _Inputs, repeat: int) -> _Measured:
+    context, kv_format = inputs.k.shape[0], pool.layout.kv_format
     positions = torch.arange(context)
     pages = torch.zeros_like(positions)
 
@@ -163,25 +220,57 @@ def _row(layout: KVLayout, inputs: _Inputs, repeat: int) -> dict[str, Value]:
             append(start, min(start + CHUNK_TOKENS, context))
 
     def attend() -> torch.Tensor:
-        q = rotate_queries(layout.kv_format, inputs.q)
-        return unrotate_outputs(layout.kv_format, _attend(q, *pool.read(0, 0, context)))
+        q = rotate_queries(kv_format, inputs.q)
+        return unrotate_outputs(kv_format, _attend(q, *pool.read(0, 0, context)))
 
-    auto = KVFormat(name=AUTO, model_dtype=layout.kv_format.model_dtype)
-    fill_s = _median_s(fill, repeat)
-    return {
-        "kv_dtype": layout.kv_format.label,
-        "model_dtype": str(layout.kv_format.model_dtype).removeprefix("torch."),
-        "context": context,
-        "bytes_per_token": layout.bytes_per_token,
-        "ratio": single.bytes_per_token
-        / KVLayout(
-            kv_format=auto, layers=1, kv_heads=layout.kv_heads, head_dim=layout.head_dim
-        ).bytes_per_token,
-        "append_us_per_token": fill_s * 1e6 / context,
-        "append_one_us": _median_s(lambda: append(context - 1, context), repeat) * 1e6,
-        "attention_ms_median": _median_s(attend, repeat) * 1e3,
-        "rel_l2": float((attend() - inputs.exact).norm() / inputs.exact.norm()),
-    }
+    return _Measured(
+        fill_s=_median_s(fill, repeat),
+        append_one_s=_median_s(lambda: append(context - 1, context), repeat),
+        attend_s=_median_s(attend, repeat),
+        output=attend(),
+    )
+
+
+def _kernels(pool: PlanePool, inputs: _Inputs, repeat: int) -> _Measured:
+    from headrace.backends.cuda.kv import KVKernels
+
+    context, device = inputs.k.shape[0], pool.device
+    kv_heads, group, head_dim = inputs.q.shape
+    heads = kv_heads * group
+    kernels = KVKernels(pool, query_heads=heads, max_rows=1, max_context=context)
+    k, v = inputs.k.to(device), inputs.v.to(device)
+    q = inputs.q.to(device, inputs.k.dtype).view(1, heads, head_dim)
+    out = torch.empty_like(q)
+    positions = torch.arange(context, device=device)
+    pages = torch.zeros_like(positions)
+    table = torch.zeros((1, 1), dtype=torch.int32, device=device)
+    lengths = torch.full((1,), context, dtype=torch.int32, device=device)
+
+    def append(first: int) -> None:
+        span = slice(first, context)
+        kernels.append(0, pages[span], positions[span], k[span], v[span])
+
+    def attend() -> None:
+        kernels.attention_decode(0, q, table, lengths, out=out)
+
+    fill_s = _replayed_s(lambda: append(0), repeat)
+    return _Measured(
+        fill_s=fill_s,
+        append_one_s=_replayed_s(lambda: append(context - 1), repeat),
+        attend_s=_replayed_s(attend, repeat),
+        output=out.float().cpu().view(kv_heads, group, head_dim),
+    )
+
+
+def _replayed_s(call: Callable[[], None], repeat: int) -> float:
+    """Median seconds of a call in replays of a graph; the data of a small one stays in caches."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(_GRAPH_CALLS):
+            call()
+    return device_median_s(graph.replay, repeat) / _GRAPH_CALLS
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

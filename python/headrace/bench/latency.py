@@ -12,6 +12,7 @@ from headrace.bench.batch import Drive, Shape, check_room
 from headrace.bench.batch import room as batch_room
 from headrace.bench.drive import Run, drive, random_prompts
 from headrace.bench.env import Value, describe
+from headrace.bench.floor import Floor
 from headrace.bench.output import Report
 from headrace.bench.stats import median, percentile
 from headrace.config import EngineConfig
@@ -61,11 +62,17 @@ def bench_latency(
                 runs[slots].append(drive(engine, [prompt], gen_len))
                 on_run(2 * (warmup + repeat))
         env = describe(several, engines_in_process=2)
+        floor = Floor.of(several)
     expected = runs[1][0].tokens
     rows = [
         _row(slots, done[warmup:], parity=all(run.tokens == expected for run in done))
         for slots, done in runs.items()
     ]
+    least = None if floor is None else floor.step_ms(1, prompt_len + gen_len / 2)
+    for row in rows:
+        step = row["step_ms_median"]
+        row["step_ms_floor"] = least
+        row["floor_ratio"] = step / least if least and isinstance(step, float) else None
     rows[1] |= _comparison(*(done[warmup:] for done in runs.values()))
     columns = tuple(rows[1])
     return Report(env, [{name: row.get(name) for name in columns} for row in rows], columns)
@@ -84,6 +91,7 @@ def _row(slots: int, runs: list[Run], *, parity: bool) -> dict[str, Value]:
         "step_ms_p95": percentile(step_ms, 95),
         "step_ms_min": min(step_ms, default=None),
         "step_samples": len(step_ms),
+        "device_ms_median": median([sample for run in runs for sample in run.device_ms(1)]),
         "concurrency": median([run.concurrency for run in runs]),
         "concurrency_asked": 1,
         "parity": parity,

@@ -92,7 +92,7 @@ def _add_kv(benches: "Commands") -> None:
     parser = benches.add_parser(
         "kv",
         help="bytes, time and error of each KV format",
-        description="Encode, append and attend over gaussian vectors in the torch reference.",
+        description="Encode, append and attend over gaussian vectors.",
     )
     parser.add_argument(
         "--context",
@@ -107,6 +107,13 @@ def _add_kv(benches: "Commands") -> None:
     add_count_option(parser, "--group", default=4, text="query heads of a KV head")
     add_count_option(parser, "--head-dim", default=128, text="channels of a head")
     add_count_option(parser, "--repeat", default=5, text="measured runs")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        action=Once,
+        help="cpu: the torch reference; cuda: the kernels (default cpu)",
+    )
     add_output_option(parser)
     parser.set_defaults(run=run_kv)
 
@@ -226,6 +233,7 @@ def run_kv(args: argparse.Namespace) -> int:
         group=args.group,
         head_dim=args.head_dim,
         repeat=args.repeat,
+        device=args.device,
     )
     emit(report, args.output)
     return 0

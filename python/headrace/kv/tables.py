@@ -23,16 +23,16 @@ _Entries = TypeVar("_Entries", int, NDArray[np.int64])
 class Window(NamedTuple):
     """Where the LOW pages of one step hold its layers.
 
-    k0: running number of KV layer 0 of the step among all streamed layers of the engine. width:
-    physical layers of a LOW page.
+    k0: running number of KV layer 0 of the step among all streamed layers of the engine, int32
+    `[1]` on the device where kernels read it. width: physical layers of a LOW page.
     """
 
-    k0: int
+    k0: int | torch.Tensor
     width: int
 
     def layer(self, layer: int) -> int:
         """Physical layer, counted from the first of a LOW page, that holds KV layer `layer`."""
-        return (self.k0 + layer) % self.width
+        return (int(self.k0) + layer) % self.width
 
 
 # Of a step whose tables have no LOW entries: it decides nothing then.

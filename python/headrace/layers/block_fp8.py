@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 BLOCK = 128
 E4M3_MAX = 448.0
@@ -71,18 +72,14 @@ class BlockFp8Weight:
 def quantise(weight: torch.Tensor) -> BlockFp8Weight:
     """Code a matrix `[out, in]`, the largest value of each block as the largest code."""
     rows, columns = weight.shape
-    scales = torch.empty(blocks_of(rows), blocks_of(columns), device=weight.device)
-    codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
-    wide = weight.float()
-    for i in range(scales.shape[0]):
-        for j in range(scales.shape[1]):
-            block = (slice(i * BLOCK, (i + 1) * BLOCK), slice(j * BLOCK, (j + 1) * BLOCK))
-            # bf16, as checkpoints store it. A block of zeros keeps the scale 1.
-            largest = (wide[block].abs().amax() / E4M3_MAX).bfloat16().float()
-            scales[i, j] = torch.where(largest > 0, largest, 1.0)
-            scaled = (wide[block] / scales[i, j]).clamp_(-E4M3_MAX, E4M3_MAX)
-            codes[block] = scaled.to(torch.float8_e4m3fn)
-    return BlockFp8Weight(codes, scales)
+    padding = (0, -columns % BLOCK, 0, -rows % BLOCK)
+    blocks = F.pad(weight.float(), padding).view(blocks_of(rows), BLOCK, blocks_of(columns), BLOCK)
+    # bf16, as checkpoints store it. A block of zeros keeps the scale 1.
+    largest = (blocks.abs().amax((1, 3)) / E4M3_MAX).bfloat16().float()
+    scales = torch.where(largest > 0, largest, 1.0)
+    scaled = (blocks / scales[:, None, :, None]).clamp_(-E4M3_MAX, E4M3_MAX)
+    codes = scaled.to(torch.float8_e4m3fn).view(blocks_of(rows) * BLOCK, -1)
+    return BlockFp8Weight(codes[:rows, :columns].contiguous(), scales)
 
 
 def stack(weights: Sequence[BlockFp8Weight]) -> BlockFp8Weight | None:

@@ -23,11 +23,31 @@ class Linear:
         self.weights = [backend.pack_linear(weight) for weight in merged]
         self._backend = backend
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[rows, in] -> [rows, out]`, same dtype."""
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        decode_rows: int = 0,
+        residual: torch.Tensor | None = None,
+        wide: bool = False,
+    ) -> torch.Tensor:
+        """`[rows, in] -> [rows, out]`; options as in `Backend.linear`."""
         if len(self.weights) == 1:
-            return self._backend.linear(x, self.weights[0])
-        return torch.cat([self._backend.linear(x, weight) for weight in self.weights], dim=-1)
+            return self._backend.linear(
+                x, self.weights[0], decode_rows=decode_rows, residual=residual, wide=wide
+            )
+        assert residual is None, "only a single matrix writes to the residual stream"
+        parts = [
+            self._backend.linear(x, weight, decode_rows=decode_rows, wide=wide)
+            for weight in self.weights
+        ]
+        return torch.cat(parts, dim=-1)
+
+    def silu_mul(self, x: torch.Tensor, *, decode_rows: int = 0) -> torch.Tensor:
+        """Of fused gate and up: `[rows, in] -> [rows, out / 2]`."""
+        if len(self.weights) == 1:
+            return self._backend.linear_silu_mul(x, self.weights[0], decode_rows=decode_rows)
+        return self._backend.silu_mul(self.forward(x, decode_rows=decode_rows))
 
 
 def _merged(weights: Sequence[Weight]) -> list[Weight]:

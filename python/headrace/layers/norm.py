@@ -1,6 +1,6 @@
-"""RMS norms over the last axis: plain, zero-centred, and gated.
+"""RMS norms over the last axis: plain and zero-centred.
 
-They differ in where they round to the model dtype, and that is what makes them three.
+They differ in where they round to the model dtype, and that is what makes them two.
 """
 
 from typing import Protocol
@@ -42,16 +42,3 @@ class ZeroCentredRMSNorm:
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., width] -> [..., width]`, same dtype."""
         return self._backend.rms_norm_wide(x, self.scale, self.eps)
-
-
-class GatedRMSNorm:
-    """Of the linear layers: the plain norm of x, times silu(z), over each head."""
-
-    def __init__(self, weight: torch.Tensor, eps: float, backend: Backend) -> None:
-        self.weight = weight
-        self.eps = eps
-        self._backend = backend
-
-    def forward(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """`x [T, heads, width]` fp32, `z` in the model dtype -> the model dtype."""
-        return self._backend.gated_rms_norm(x, z, self.weight, self.eps)

@@ -5,15 +5,16 @@ The library reports damage with whatever exception it happens to hit; all leave 
 """
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import gguf
-import gguf.quants
 import numpy as np
 import torch
 
 from headrace.errors import CheckpointError, ModelError
 from headrace.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    import gguf
 
 _MAGIC = b"GGUF"
 _ARCHITECTURES = ("llama", "qwen3")
@@ -104,7 +105,9 @@ class GgufFile:
         except Exception as error:  # the library raises what it happens to hit
             raise CheckpointError(f"{self.path}: cannot read key {key}: {error}") from error
 
-    def _dequantised(self, tensor: gguf.ReaderTensor) -> torch.Tensor:
+    def _dequantised(self, tensor: "gguf.ReaderTensor") -> torch.Tensor:
+        import gguf.quants
+
         kind = gguf.GGMLQuantizationType(tensor.tensor_type)
         if kind in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16):
             # Copied: the map is read-only, which torch does not know.
@@ -193,7 +196,7 @@ def unpermute(rows: torch.Tensor, heads: int) -> torch.Tensor:
     return paired.transpose(1, 2).reshape(out_features, in_features)
 
 
-def _open(path: Path) -> gguf.GGUFReader:
+def _open(path: Path) -> "gguf.GGUFReader":
     try:
         with path.open("rb") as file:
             magic = file.read(len(_MAGIC))
@@ -201,6 +204,8 @@ def _open(path: Path) -> gguf.GGUFReader:
         raise ModelError(f"cannot read {path}: {error}") from error
     if magic != _MAGIC:
         raise CheckpointError(f"{path} is not a GGUF file: it starts with {magic!r}")
+    import gguf  # half a second, and only for such files
+
     try:
         return gguf.GGUFReader(path)
     except Exception as error:  # the library raises what it happens to hit

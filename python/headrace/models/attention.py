@@ -3,7 +3,8 @@
 import torch
 
 from headrace.backends.base import Backend
-from headrace.layers import rope
+from headrace.layers.norm import Norm
+from headrace.models.batch import PrefillSegment
 from headrace.models.config import ModelConfig
 from headrace.models.step import Step
 from headrace.models.tensors import WeightReader
@@ -18,50 +19,42 @@ class Attention:
         self._kv_layer = kv_layer
         self._backend = backend
         self._head_dim = config.head_dim
-        self._heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        self._heads = (config.num_heads, config.num_kv_heads)
         self._gated = config.attn_output_gate
         self._qkv = weights.linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         self._output = weights.linear("self_attn.o_proj")
-        self._q_norm = self._k_norm = None
+        self._norms: tuple[Norm, Norm] | None = None
         if config.qk_norm:
-            self._q_norm = weights.norm("self_attn.q_norm", config)
-            self._k_norm = weights.norm("self_attn.k_norm", config)
+            names = ("self_attn.q_norm", "self_attn.k_norm")
+            q_norm, k_norm = (weights.norm(name, config) for name in names)
+            self._norms = (q_norm, k_norm)
 
-    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """`x [T, hidden]` -> `[T, hidden]`; appends K and V of all T tokens."""
-        batch, kv = step.batch, step.kv
-        heads, gate = self._split_gate(self._qkv.forward(x))
-        q, k, v = self._rotated(heads, step)
-        self._backend.kv_append(self._kv_layer, kv, batch.token_pages, batch.token_offsets, k, v)
+    def forward(self, x: torch.Tensor, step: Step, residual: torch.Tensor) -> torch.Tensor:
+        """`residual` plus attention over `x`, both `[T, hidden]`; appends K and V of all tokens."""
+        rows = step.batch.num_decode
+        q, k, v, gate = self._split(self._qkv.forward(x, decode_rows=rows))
+        q = self._backend.rotate_append(
+            self._kv_layer, step.kv, step.batch, q, k, v, self._norms, step.rotary
+        )
         attended = self._attend(q, step).view(x.shape[0], -1)  # [T, Hq * D]
         if gate is not None:
             attended = self._backend.sigmoid_gate(attended, gate)
-        return self._output.forward(attended)
+        return self._output.forward(attended, decode_rows=rows, residual=residual)
 
-    def _split_gate(self, projected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Heads of q, k, v `[T, Hq + 2 Hkv, D]`, and the gate `[T, Hq * D]` if there is one."""
-        tokens = projected.shape[0]
+    def _split(
+        self, projected: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Views of q, k, v `[T, heads, D]`, and of the gate `[T, Hq, D]` if there is one."""
+        tokens, (q_heads, kv_heads) = projected.shape[0], self._heads
         if not self._gated:
-            return projected.view(tokens, sum(self._heads), self._head_dim), None
+            heads = projected.view(tokens, q_heads + 2 * kv_heads, self._head_dim)
+            q, k, v = torch.split(heads, [q_heads, kv_heads, kv_heads], dim=1)
+            return q, k, v, None
         # q_proj holds [q | gate] for each head, so both stay together when heads are split.
-        q_size = self._heads[0] * self._head_dim
-        pairs = projected[:, : 2 * q_size].view(tokens, self._heads[0], 2, self._head_dim)
-        kv_heads = projected[:, 2 * q_size :].view(tokens, 2 * self._heads[1], self._head_dim)
-        gate = pairs[:, :, 1].reshape(tokens, q_size)
-        return torch.cat((pairs[:, :, 0], kv_heads), dim=1), gate
-
-    def _rotated(
-        self, heads: torch.Tensor, step: Step
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        if self._q_norm is not None and self._k_norm is not None:
-            q, k, v = torch.split(heads, list(self._heads), dim=1)
-            q = rope.apply(self._q_norm.forward(q), step.cos, step.sin)
-            return q, rope.apply(self._k_norm.forward(k), step.cos, step.sin), v
-        # Without norms q and k turn alike, so one call does both.
-        q_heads, k_heads, v_heads = self._heads
-        qk, v = torch.split(heads, [q_heads + k_heads, v_heads], dim=1)
-        turned = rope.apply(qk, step.cos, step.sin)
-        return turned[:, :q_heads], turned[:, q_heads:], v
+        q_size = 2 * q_heads * self._head_dim
+        pairs = projected[:, :q_size].view(tokens, q_heads, 2, self._head_dim)
+        k, v = projected[:, q_size:].view(tokens, 2, kv_heads, self._head_dim).unbind(1)
+        return pairs[:, :, 0], k, v, pairs[:, :, 1]
 
     def _attend(self, q: torch.Tensor, step: Step) -> torch.Tensor:
         batch, kv = step.batch, step.kv
@@ -70,7 +63,8 @@ class Attention:
             return self._backend.attention_decode(
                 q, self._kv_layer, kv, batch.tables, batch.decode_lengths, batch.window
             )
-        assert step.mask is not None  # made whenever there are segments
+        if not rows and len(batch.segments) == 1:
+            return self._prefill(q, batch.segments[0], step)  # saves a copy
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if rows:
             out[:rows] = self._backend.attention_decode(
@@ -78,7 +72,17 @@ class Attention:
             )
         for segment in batch.segments:
             span = slice(segment.offset, segment.offset + segment.length)
-            out[span] = self._backend.attention_prefill(
-                q[span], self._kv_layer, kv, segment.table, segment.start, step.mask, batch.window
-            )
+            out[span] = self._prefill(q[span], segment, step)
         return out
+
+    def _prefill(self, q: torch.Tensor, segment: PrefillSegment, step: Step) -> torch.Tensor:
+        assert step.mask is not None, "made whenever there are segments"
+        return self._backend.attention_prefill(
+            q,
+            self._kv_layer,
+            step.kv,
+            segment.table,
+            segment.start,
+            step.mask,
+            step.batch.window,
+        )

@@ -33,7 +33,8 @@ class ForwardBatch:
     `tables`, `decode_lengths` and `state_slots` have one entry a decode row; a length counts the KV
     of a row *including* its new token, and is 0 for padding, whose page and slot are -1. `window`
     says where LOW entries of the tables lie. `sample_index` holds the indices into T whose logits
-    are wanted.
+    are wanted, None is all of them. On a GPU `tables` is int32 `[num_decode, pages]`, the lengths
+    are int32, and the table of a segment is int32 `[pages]`: all on the device.
 
     Raises
     ------
@@ -46,11 +47,11 @@ class ForwardBatch:
     token_pages: torch.Tensor  # [T] int64
     token_offsets: torch.Tensor  # [T] int64
     num_decode: int
-    tables: Sequence[Table]
-    decode_lengths: Sequence[int]
+    tables: Sequence[Table] | torch.Tensor
+    decode_lengths: Sequence[int] | torch.Tensor
     state_slots: torch.Tensor  # [num_decode] int64
     segments: Sequence[PrefillSegment]
-    sample_index: torch.Tensor  # [S] int64
+    sample_index: torch.Tensor | None  # [S] int64
     window: Window = NO_WINDOW
 
     def __post_init__(self) -> None:

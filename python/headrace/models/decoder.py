@@ -6,7 +6,6 @@ of a layer and in the norm.
 """
 
 import torch
-import torch.nn.functional as F
 
 from headrace.backends.base import PREFILL_TILE, Backend
 from headrace.errors import ConfigError
@@ -24,13 +23,14 @@ from headrace.models.tensors import TensorSource, WeightReader
 
 
 class _Mlp:
-    def __init__(self, weights: WeightReader, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, weights: WeightReader) -> None:
         self._gate_up = weights.linear("mlp.gate_proj", "mlp.up_proj")
         self._down = weights.linear("mlp.down_proj")
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._down.forward(self._backend.silu_mul(self._gate_up.forward(x)))
+    def forward(self, x: torch.Tensor, step: Step, residual: torch.Tensor) -> torch.Tensor:
+        rows = step.batch.num_decode
+        product = self._gate_up.silu_mul(x, decode_rows=rows)
+        return self._down.forward(product, decode_rows=rows, residual=residual)
 
 
 class _Layer:
@@ -47,11 +47,11 @@ class _Layer:
         else:
             self._mixer = LinearMixer(config, index, weights, backend)
         self._mlp_norm = weights.norm("post_attention_layernorm", config)
-        self._mlp = _Mlp(weights, backend)
+        self._mlp = _Mlp(weights)
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        x = x + self._mixer.forward(self._input_norm.forward(x), step)
-        return x + self._mlp.forward(self._mlp_norm.forward(x))
+        x = self._mixer.forward(self._input_norm.forward(x), step, x)
+        return self._mlp.forward(self._mlp_norm.forward(x), step, x)
 
 
 class DecoderModel:
@@ -63,15 +63,13 @@ class DecoderModel:
     Raises
     ------
     ConfigError
-        The backend does not support the dtype.
+        The backend does not support the model or the dtype.
     """
 
     def __init__(
         self, config: ModelConfig, source: TensorSource, dtype: torch.dtype, backend: Backend
     ) -> None:
-        if dtype not in backend.supported_dtypes:
-            supported = ", ".join(sorted(str(entry) for entry in backend.supported_dtypes))
-            raise ConfigError(f"dtype {dtype} is not supported by {backend.name}; use {supported}")
+        backend.check_model(config, dtype)
         self.config = config
         self.dtype = dtype
         self.backend = backend
@@ -112,7 +110,8 @@ class DecoderModel:
         reads and writes no KV and no state, and its logits mean nothing. gates: called around every
         layer.
 
-        Returns fp32 logits `[S, vocab]`, one row for each entry of `batch.sample_index`, in order.
+        Returns fp32 logits `[S, vocab]`, one row for each entry of `batch.sample_index`, in order,
+        or for every token.
 
         Raises
         ------
@@ -121,13 +120,12 @@ class DecoderModel:
         """
         if self.config.linear is not None and state is None:
             raise ConfigError("a hybrid model needs a StatePool beside its KV cache")
-        cos, sin = self._rope.at(batch.positions)
         mask = None
         if batch.segments:
             last = max(segment.start + segment.length - 1 for segment in batch.segments)
             mask = self.backend.prefill_mask(last - last % PREFILL_TILE, self.dtype)
-        step = Step(batch, kv, state, cos, sin, mask)
-        x = F.embedding(batch.token_ids, self._embedding)  # [T, hidden]
+        step = Step(batch, kv, state, self.backend.rotary(self._rope, batch.positions), mask)
+        x = self.backend.embed(batch.token_ids, self._embedding)  # [T, hidden]
         for index, layer in enumerate(self._layers):
             if gates is not None:
                 gates.before_layer(index)
@@ -135,5 +133,6 @@ class DecoderModel:
             if gates is not None:
                 gates.after_layer(index)
         # Only sampled rows reach the head, the largest matrix of small models.
-        sampled = self._norm.forward(x[batch.sample_index])
-        return self._head.forward(sampled).float()
+        if batch.sample_index is not None:
+            x = x[batch.sample_index]
+        return self._head.forward(self._norm.forward(x), decode_rows=x.shape[0], wide=True)

@@ -7,8 +7,9 @@ rounding, not in bits: a state says nothing of how it was reached, so whoever sa
 
 import torch
 
-from headrace.backends.base import Backend
+from headrace.backends.base import Backend, DeltaWeights
 from headrace.kv.state import StatePool
+from headrace.models.batch import PrefillSegment
 from headrace.models.config import ModelConfig
 from headrace.models.step import Step
 from headrace.models.tensors import WeightReader
@@ -27,82 +28,74 @@ class LinearMixer:
         self._qkv_z = weights.linear("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
         self._b_a = weights.linear("linear_attn.in_proj_b", "linear_attn.in_proj_a")
         # The decay is an exponential of an exponential: fp32 from the file on.
-        self._a_log = weights.tensor("linear_attn.A_log", torch.float32).clone()  # [Hv]
-        self._dt_bias = weights.tensor("linear_attn.dt_bias", torch.float32).clone()  # [Hv]
-        taps = weights.tensor("linear_attn.conv1d.weight", torch.float32)
-        self._taps = taps.squeeze(1).clone()  # [channels, 4]
-        self._norm = weights.gated_norm("linear_attn.norm", config)
+        self._weights = DeltaWeights(
+            taps=weights.tensor("linear_attn.conv1d.weight", torch.float32).squeeze(1).clone(),
+            a_log=weights.tensor("linear_attn.A_log", torch.float32).clone(),
+            dt_bias=weights.tensor("linear_attn.dt_bias", torch.float32).clone(),
+            norm=weights.tensor("linear_attn.norm.weight").clone(),
+            eps=config.rms_norm_eps,
+        )
         self._output = weights.linear("linear_attn.out_proj")
 
-    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """`x [T, hidden]` -> `[T, hidden]`; advances the state of every request of the batch."""
-        assert step.state is not None  # checked by the decoder
-        sizes = self._sizes
-        projected = self._qkv_z.forward(x)
+    def forward(self, x: torch.Tensor, step: Step, residual: torch.Tensor) -> torch.Tensor:
+        """`residual` plus the mixer over `x`, both `[T, hidden]`; advances every state."""
+        pool = step.state
+        assert pool is not None, "checked by the decoder"
+        sizes, rows = self._sizes, step.batch.num_decode
+        projected = self._qkv_z.forward(x, decode_rows=rows)
         qkv, z = torch.split(projected, [sizes.channels, sizes.value_size], dim=1)
-        b, a = self._b_a.forward(x).chunk(2, dim=1)
-        beta, g = self._backend.delta_gates(b, a, self._a_log, self._dt_bias)  # [T, Hv]
-        mixed = self._convolved(qkv, step, step.state)
-        out = self._recurred(mixed, beta, g, step, step.state)  # [T, Hv, dv]
-        normed = self._norm.forward(out, z.reshape(out.shape))
-        return self._output.forward(normed.view(x.shape[0], sizes.value_size))
-
-    def _convolved(self, qkv: torch.Tensor, step: Step, pool: StatePool) -> torch.Tensor:
-        batch, rows = step.batch, step.batch.num_decode
-        state = pool.conv[self._state_layer]
+        b, a = self._b_a.forward(x, decode_rows=rows).chunk(2, dim=1)
         parts = []
         if rows:
-            slots = batch.state_slots
-            parts.append(self._backend.conv_step(qkv[:rows], self._taps, state, slots))
-        for segment in batch.segments:
-            run = qkv[segment.offset : segment.offset + segment.length]
             parts.append(
-                self._backend.conv_prefill(
-                    run, self._taps, state, segment.state_slot, has_initial_state=segment.start > 0
+                self._backend.delta_mix_step(
+                    qkv[:rows],
+                    z[:rows],
+                    b[:rows],
+                    a[:rows],
+                    self._weights,
+                    pool.conv[self._state_layer],
+                    pool.recurrent[self._state_layer],
+                    step.batch.state_slots,
                 )
             )
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+        for segment in step.batch.segments:
+            span = slice(segment.offset, segment.offset + segment.length)
+            parts.append(self._run(qkv[span], z[span], b[span], a[span], segment, pool))
+        mixed = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return self._output.forward(mixed, decode_rows=rows, residual=residual)
 
-    def _recurred(
+    def _run(
         self,
-        mixed: torch.Tensor,
-        beta: torch.Tensor,
-        g: torch.Tensor,
-        step: Step,
+        qkv: torch.Tensor,
+        z: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        segment: PrefillSegment,
         pool: StatePool,
     ) -> torch.Tensor:
-        batch, rows, sizes = step.batch, step.batch.num_decode, self._sizes
+        """New tokens of one request -> `[n, Hv * dv]`."""
+        sizes, weights, tokens = self._sizes, self._weights, segment.length
+        initial = segment.start > 0
+        beta, g = self._backend.delta_gates(b, a, weights.a_log, weights.dt_bias)  # [n, Hv]
+        mixed = self._backend.conv_prefill(
+            qkv,
+            weights.taps,
+            pool.conv[self._state_layer],
+            segment.state_slot,
+            has_initial_state=initial,
+        )
         q, k, v = torch.split(mixed, [sizes.key_size, sizes.key_size, sizes.value_size], dim=1)
-        q = q.reshape(-1, sizes.key_heads, sizes.key_head_dim)
-        k = k.reshape(-1, sizes.key_heads, sizes.key_head_dim)
-        v = v.reshape(-1, sizes.value_heads, sizes.value_head_dim)
-        state = pool.recurrent[self._state_layer]
-        parts = []
-        if rows:
-            parts.append(
-                self._backend.gated_delta_step(
-                    q[:rows],
-                    k[:rows],
-                    v[:rows],
-                    g[:rows],
-                    beta[:rows],
-                    state,
-                    batch.state_slots,
-                )
-            )
-        for segment in batch.segments:
-            span = slice(segment.offset, segment.offset + segment.length)
-            parts.append(
-                self._backend.gated_delta_prefill(
-                    q[span],
-                    k[span],
-                    v[span],
-                    g[span],
-                    beta[span],
-                    state,
-                    segment.state_slot,
-                    segment.start,
-                    has_initial_state=segment.start > 0,
-                )
-            )
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+        out = self._backend.gated_delta_prefill(
+            q.reshape(tokens, sizes.key_heads, sizes.key_head_dim),
+            k.reshape(tokens, sizes.key_heads, sizes.key_head_dim),
+            v.reshape(tokens, sizes.value_heads, sizes.value_head_dim),
+            g,
+            beta,
+            pool.recurrent[self._state_layer],
+            segment.state_slot,
+            segment.start,
+            has_initial_state=initial,
+        )
+        normed = self._backend.gated_rms_norm(out, z.view(out.shape), weights.norm, weights.eps)
+        return normed.reshape(tokens, sizes.value_size)

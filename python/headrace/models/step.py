@@ -33,6 +33,5 @@ class Step:
     batch: ForwardBatch
     kv: KVCache
     state: StatePool | None  # None for a dense model
-    cos: torch.Tensor  # [T, 1, R/2]
-    sin: torch.Tensor
+    rotary: tuple[torch.Tensor, torch.Tensor]  # as the backend wants it
     mask: torch.Tensor | None  # None without prefill segments

@@ -11,7 +11,7 @@ from headrace.backends.base import Backend, Weight
 from headrace.errors import CheckpointError
 from headrace.layers.block_fp8 import blocks_of
 from headrace.layers.linear import Linear
-from headrace.layers.norm import GatedRMSNorm, Norm, RMSNorm, ZeroCentredRMSNorm
+from headrace.layers.norm import Norm, RMSNorm, ZeroCentredRMSNorm
 from headrace.models.config import ModelConfig
 from headrace.models.hybrid_config import CONV_WIDTH, FULL_ATTENTION, LinearAttention
 from headrace.models.quantization import FP8_BLOCK
@@ -63,11 +63,6 @@ class WeightReader:
         kind = ZeroCentredRMSNorm if config.norm_zero_centred else RMSNorm
         # Cloned: a view would keep the whole mapped file alive for a few hundred numbers.
         return kind(self.tensor(f"{name}.weight").clone(), config.rms_norm_eps, self._backend)
-
-    def gated_norm(self, name: str, config: ModelConfig) -> GatedRMSNorm:
-        """Return the norm of a linear layer."""
-        weight = self.tensor(f"{name}.weight").clone()
-        return GatedRMSNorm(weight, config.rms_norm_eps, self._backend)
 
     def _matrix(self, name: str) -> Weight:
         weight = self._source.get(self._prefix + name)

@@ -10,10 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from headrace.backends.base import DeltaWeights
 from headrace.backends.cuda.gemm import ELEMENTS
 from headrace.backends.cuda.loader import Function, Variant, launch, load
 from headrace.errors import ConfigError
 from headrace.models.hybrid_config import DELTA_CHUNK, LinearAttention
+
+__all__ = ["DeltaPrefill", "DeltaStep", "DeltaWeights"]
 
 # CTAs of a cluster, which all value heads of a key head share, and warps of a CTA.
 _CLUSTER = 8
@@ -25,21 +28,6 @@ _FEW_ROWS, _WARPS_OF_FEW, _WARPS_OF_MANY = 2, 8, 4
 _PREFILL_THREADS = 256
 _SLICE = 32
 _HEAD_DIMS = (32, 64, 128)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaWeights:
-    """What one linear layer has besides its projections.
-
-    taps: fp32 `[channels, 4]`, oldest input first; a_log, dt_bias: fp32 `[Hv]`; norm: `[dv]` in the
-    model dtype.
-    """
-
-    taps: torch.Tensor
-    a_log: torch.Tensor
-    dt_bias: torch.Tensor
-    norm: torch.Tensor
-    eps: float
 
 
 class DeltaStep:

@@ -58,8 +58,10 @@ class EarlyKernel:
         _check(driver().cuFuncSetAttribute(self._function, _DYNAMIC_SHARED, shared_bytes))
         self._attribute = _Attribute(id=_PROGRAMMATIC, value=1)
 
-    def launch(self, grid: int, block: int, args: Sequence[int | bytes]) -> None:
+    def launch(self, grid: int | tuple[int, int], block: int, args: Sequence[int | bytes]) -> None:
         """Launch on torch's current stream; integers are passed as eight bytes each.
+
+        A float is passed by its bytes.
 
         Raises
         ------
@@ -75,7 +77,7 @@ class EarlyKernel:
         pointers = (ctypes.c_void_p * len(held))(*(ctypes.addressof(arg) for arg in held))
         stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
         config = _Config(
-            grid=(grid, 1, 1),
+            grid=(grid, 1, 1) if isinstance(grid, int) else (*grid, 1),
             block=(block, 1, 1),
             shared=self._shared_bytes,
             stream=stream,

@@ -1,7 +1,8 @@
 """Norms, gates and the embedding of a decode step, one launch each.
 
 They give what the operations of the same name of the torch backend give; products and roundings
-come in the same places. No state, no locks.
+come in the same places. Each starts while the kernel ahead of it ends, see `early`. No state, no
+locks.
 """
 
 import functools
@@ -9,8 +10,9 @@ import functools
 import numpy as np
 import torch
 
-from headrace.backends.cuda.gemm import ELEMENTS
-from headrace.backends.cuda.loader import Function, Variant, launch, load
+from headrace.backends.cuda.early import EarlyKernel
+from headrace.backends.cuda.gemm import ELEMENTS, KERNEL_CACHE
+from headrace.backends.cuda.loader import Variant, cached_cubin, require_gpu
 from headrace.errors import ConfigError
 
 _NAMES = ("rms_norm", "rms_norm_wide", "silu_mul", "sigmoid_gate", "embed")
@@ -62,10 +64,11 @@ def silu_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Te
     if out is None:
         out = torch.empty((rows, n), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
-        launch(
-            _functions(gate_up.dtype)["silu_mul"],
+        _launch(
+            gate_up.dtype,
+            "silu_mul",
             (-(-n // (vector * _THREADS)), rows),
-            (_THREADS,),
+            _THREADS,
             (gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), out.stride(0), n),
         )
     return out
@@ -86,10 +89,11 @@ def sigmoid_gate(
     if out is None:
         out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
     if rows:
-        launch(
-            _functions(x.dtype)["sigmoid_gate"],
+        _launch(
+            x.dtype,
+            "sigmoid_gate",
             (-(-n // (vector * _THREADS)), rows),
-            (_THREADS,),
+            _THREADS,
             (
                 x.data_ptr(),
                 x.stride(0),
@@ -117,10 +121,11 @@ def embed(table: torch.Tensor, ids: torch.Tensor, out: torch.Tensor | None = Non
     if out is None:
         out = torch.empty((ids.shape[0], width), dtype=table.dtype, device=table.device)
     if ids.shape[0]:
-        launch(
-            _functions(table.dtype)["embed"],
+        _launch(
+            table.dtype,
+            "embed",
             (-(-width // (vector * _THREADS)), ids.shape[0]),
-            (_THREADS,),
+            _THREADS,
             (table.data_ptr(), ids.data_ptr(), out.data_ptr(), out.stride(0), vocab, width),
         )
     return out
@@ -149,10 +154,11 @@ def _norm(
     if out is None:
         out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     if rows:
-        launch(
-            _functions(x.dtype)[name],
-            (rows,),
-            (threads,),
+        _launch(
+            x.dtype,
+            name,
+            rows,
+            threads,
             (
                 x.data_ptr(),
                 x.stride(0),
@@ -163,7 +169,7 @@ def _norm(
                 weight.data_ptr(),
                 out.data_ptr(),
                 out.stride(0),
-                np.float32(eps),
+                np.float32(eps).tobytes(),
                 width,
             ),
         )
@@ -192,11 +198,21 @@ def _source(dtype: torch.dtype) -> Variant:
     return Variant(file="fused.cu", names=_NAMES, defines=(("ELEMENT", ELEMENTS[dtype]),))
 
 
+def _launch(
+    dtype: torch.dtype,
+    name: str,
+    grid: int | tuple[int, int],
+    block: int,
+    args: tuple[int | bytes, ...],
+) -> None:
+    _kernel(dtype, name, torch.cuda.current_device()).launch(grid, block, args)
+
+
 @functools.cache
-def _functions(dtype: torch.dtype) -> dict[str, Function]:
-    source = _source(dtype)
-    module = load(source.file, names=source.names, defines=dict(source.defines))
-    return {name: module.function(name) for name in _NAMES}
+def _kernel(dtype: torch.dtype, name: str, _device: int) -> EarlyKernel:
+    require_gpu()
+    path, symbols = cached_cubin(_source(dtype), KERNEL_CACHE)
+    return EarlyKernel(path.read_bytes(), symbols[name], 0)
 
 
 VARIANTS = tuple(_source(dtype) for dtype in ELEMENTS)

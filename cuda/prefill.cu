@@ -1,0 +1,156 @@
+// What a prompt needs between matrix products and has no kernel elsewhere: short convolution, norm of the
+// delta rule's output with its gate, and quantisation of activations for block-scaled products.
+//
+// All are bounded by bytes. Every output depends on its own token (and the three before it) and is
+// computed in an order that depends on widths only, so cuts and neighbours do not show in the bits.
+//
+// -D at load: ELEMENT (0 bf16, 1 fp16, 2 fp32).
+#include "element.cuh"
+
+namespace {
+
+constexpr int kVector = 8;   // channels of a thread
+constexpr int kRun = 32;     // tokens of a thread
+constexpr int kGroup = 128;  // columns that share a scale
+
+struct alignas(kVector * sizeof(Element) < 16 ? kVector * sizeof(Element) : 16) Vector {
+    Element values[kVector];
+};
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+    return x;
+}
+
+}  // namespace
+
+// Causal depthwise convolution of width 4, then silu. Grid: (channels / (8 * block), tokens / 32), rounded
+// up. x [tokens, channels] strided, taps fp32 [channels, 4], state [channels, 3] the inputs before x,
+// oldest first, read if `initial` and left alone; out [tokens, channels]. Products and sums come in the
+// order of the decode step, which gives the same bits.
+extern "C" __global__ void __launch_bounds__(128)
+    conv_prefill(const Element* x, long long x_stride, const float* taps, const Element* state,
+                 Element* out, int tokens, int channels, int initial) {
+    const int channel = (blockIdx.x * blockDim.x + threadIdx.x) * kVector;
+    if (channel >= channels) return;
+    const int first = blockIdx.y * kRun, last = min(first + kRun, tokens);
+    float4 tap[kVector];
+    float window[kVector][3];
+#pragma unroll
+    for (int i = 0; i < kVector; ++i)
+        tap[i] = __ldg(reinterpret_cast<const float4*>(taps) + channel + i);
+#pragma unroll
+    for (int back = 0; back < 3; ++back) {
+        const int token = first - 3 + back;
+        Vector v;
+        if (token >= 0) v = *reinterpret_cast<const Vector*>(x + token * x_stride + channel);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+            window[i][back] = 0.0f;
+            if (token >= 0)
+                window[i][back] = widen(v.values[i]);
+            else if (initial)
+                window[i][back] = widen(state[static_cast<long long>(channel + i) * 3 + token + 3]);
+        }
+    }
+    for (int token = first; token < last; ++token) {
+        Vector v = *reinterpret_cast<const Vector*>(x + token * x_stride + channel);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+            const float input = widen(v.values[i]);
+            float total = __fmul_rn(window[i][0], tap[i].x);
+            total = __fadd_rn(total, __fmul_rn(window[i][1], tap[i].y));
+            total = __fadd_rn(total, __fmul_rn(window[i][2], tap[i].z));
+            total = __fadd_rn(total, __fmul_rn(input, tap[i].w));
+            window[i][0] = window[i][1];
+            window[i][1] = window[i][2];
+            window[i][2] = input;
+            v.values[i] = narrow(silu(total));
+        }
+        *reinterpret_cast<Vector*>(out + static_cast<long long>(token) * channels + channel) = v;
+    }
+}
+
+// Leave the last three inputs in the state, for the launch after `conv_prefill`. Grid: channels / block.
+extern "C" __global__ void __launch_bounds__(256)
+    conv_keep(const Element* x, long long x_stride, Element* state, int tokens, int channels,
+              int initial) {
+    const int channel = blockIdx.x * blockDim.x + threadIdx.x;
+    if (channel >= channels) return;
+    Element* own = state + static_cast<long long>(channel) * 3;
+    Element kept[3];
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+        const int token = tokens - 3 + i;
+        kept[i] = narrow(0.0f);
+        if (token >= 0)
+            kept[i] = x[token * x_stride + channel];
+        else if (initial)
+            kept[i] = own[token + 3];
+    }
+#pragma unroll
+    for (int i = 0; i < 3; ++i) own[i] = kept[i];
+}
+
+// Norm of each head, times weight * silu(z). Grid: (tokens * heads / 8, rounded up), block: 256, one
+// warp a head. x fp32 [tokens, heads, width], z [tokens, heads * width] strided, weight [width], out
+// [tokens, heads * width]; width a multiple of 32, at most 128.
+extern "C" __global__ void __launch_bounds__(256)
+    gated_norm(const float* x, const Element* z, long long z_stride, const Element* weight,
+               Element* out, float eps, int tokens, int heads, int width) {
+    const long long index = static_cast<long long>(blockIdx.x) * 8 + (threadIdx.x >> 5);
+    if (index >= static_cast<long long>(tokens) * heads) return;
+    const int lane = threadIdx.x & 31, per_lane = width / 32;
+    const long long token = index / heads;
+    const int head = static_cast<int>(index % heads);
+    const float* row = x + index * width;
+    const Element* gate = z + token * z_stride + head * width;
+    float values[4], squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        if (i >= per_lane) break;
+        values[i] = row[i * 32 + lane];
+        squares = fmaf(values[i], values[i], squares);
+    }
+    const float factor = rsqrtf(__fdiv_rn(warp_sum(squares), static_cast<float>(width)) + eps);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        if (i >= per_lane) break;
+        const int at = i * 32 + lane;
+        const float normed = rounded(values[i] * factor);
+        out[index * width + at] = narrow(normed * widen(weight[at]) * silu(widen(gate[at])));
+    }
+}
+
+// e4m3 codes with one scale a token for every 128 columns, the largest value as the largest code. Grid:
+// (columns / 1024, rounded up, rows), block: 256, one warp a group. x [rows, columns] strided, codes
+// [rows, columns], scales fp32 [columns / 128, rows]. A group of zeros has the scale 1.
+extern "C" __global__ void __launch_bounds__(256)
+    quantise_rows(const Element* x, long long x_stride, unsigned int* codes, float* scales,
+                  int rows, int columns) {
+    const int group = blockIdx.x * 8 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
+    if (group >= columns / kGroup) return;
+    const int row = blockIdx.y;
+    const Element* from = x + row * x_stride + group * kGroup + lane * 4;
+    float values[4], largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        values[i] = widen(from[i]);
+        largest = fmaxf(largest, fabsf(values[i]));
+    }
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2)
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
+    const float scale = largest > 0.0f ? __fdiv_rn(largest, 448.0f) : 1.0f;
+    unsigned int packed = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+        unsigned short pair;
+        const float low = __fdiv_rn(values[i], scale), high = __fdiv_rn(values[i + 1], scale);
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+        packed |= static_cast<unsigned int>(pair) << (8 * i);
+    }
+    codes[(static_cast<long long>(row) * columns + group * kGroup) / 4 + lane] = packed;
+    if (lane == 0) scales[static_cast<long long>(group) * rows + row] = scale;
+}

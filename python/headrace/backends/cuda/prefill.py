@@ -1,0 +1,137 @@
+"""What a prompt needs between matrix products: convolution, gated norm, activations as e4m3 codes.
+
+They give what the operations of the same name of the torch backend give. No state, no locks.
+"""
+
+import functools
+
+import numpy as np
+import torch
+
+from headrace.backends.cuda.gemm import ELEMENTS
+from headrace.backends.cuda.loader import Function, Variant, launch, load
+from headrace.errors import ConfigError
+
+GROUP = 128  # columns of an activation that share a scale
+_NAMES = ("conv_prefill", "conv_keep", "gated_norm", "quantise_rows")
+_VECTOR, _RUN, _CONV_THREADS = 8, 32, 128
+_THREADS, _WARPS = 256, 8
+_WIDEST_HEAD = 128
+
+
+def conv_prefill(
+    x: torch.Tensor, taps: torch.Tensor, state: torch.Tensor, *, initial: bool
+) -> torch.Tensor:
+    """Causal convolution and silu of `x [n, channels]` -> `[n, channels]`; rows may be strided.
+
+    taps: fp32 `[channels, 4]`; state: `[channels, 3]`, read if `initial`, left as the last inputs.
+
+    Raises
+    ------
+    ConfigError
+        A dtype, or channels or a stride that are no multiple of 8.
+    """
+    tokens, channels = x.shape
+    aligned = not (channels % _VECTOR or x.stride(0) % _VECTOR or x.data_ptr() % 16)
+    if x.dtype not in ELEMENTS or state.dtype != x.dtype or x.stride(1) != 1 or not aligned:
+        raise ConfigError(f"conv prefill: x is {x.dtype} {list(x.shape)}, strides {x.stride()}")
+    out = torch.empty((tokens, channels), dtype=x.dtype, device=x.device)
+    if not tokens:
+        return out
+    functions = _functions(x.dtype)
+    launch(
+        functions["conv_prefill"],
+        (-(-channels // (_VECTOR * _CONV_THREADS)), -(-tokens // _RUN)),
+        (_CONV_THREADS,),
+        (
+            x.data_ptr(),
+            x.stride(0),
+            taps.data_ptr(),
+            state.data_ptr(),
+            out.data_ptr(),
+            tokens,
+            channels,
+            int(initial),
+        ),
+    )
+    launch(
+        functions["conv_keep"],
+        (-(-channels // _THREADS),),
+        (_THREADS,),
+        (x.data_ptr(), x.stride(0), state.data_ptr(), tokens, channels, int(initial)),
+    )
+    return out
+
+
+def gated_norm(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Norm of fp32 `x [n, heads, width]` times `weight * silu(z)` -> `[n, heads, width]`.
+
+    z: `[n, heads, width]`, rows may be strided; weight: `[width]`.
+
+    Raises
+    ------
+    ConfigError
+        A dtype, a layout, or a width that is no multiple of 32 up to 128.
+    """
+    tokens, heads, width = x.shape
+    packed = z.stride(2) == 1 and z.stride(1) == width and x.is_contiguous()
+    if z.dtype not in ELEMENTS or x.dtype != torch.float32 or not packed:
+        raise ConfigError(f"gated norm: x is {x.dtype} {list(x.shape)}, z has strides {z.stride()}")
+    if width % 32 or width > _WIDEST_HEAD:
+        raise ConfigError(f"gated norm: width {width}; accepted is 32, 64, 96 or 128")
+    out = torch.empty(x.shape, dtype=z.dtype, device=x.device)
+    if tokens:
+        launch(
+            _functions(z.dtype)["gated_norm"],
+            (-(-tokens * heads // _WARPS),),
+            (_THREADS,),
+            (
+                x.data_ptr(),
+                z.data_ptr(),
+                z.stride(0),
+                weight.data_ptr(),
+                out.data_ptr(),
+                np.float32(eps),
+                tokens,
+                heads,
+                width,
+            ),
+        )
+    return out
+
+
+def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes e4m3 `[n, columns]` and fp32 scales `[n, columns / 128]` with strides (1, n).
+
+    Raises
+    ------
+    ConfigError
+        A dtype, or columns that are no multiple of 128.
+    """
+    rows, columns = x.shape
+    if x.dtype not in ELEMENTS or columns % GROUP or x.stride(1) != 1:
+        raise ConfigError(f"quantise rows: x is {x.dtype} {list(x.shape)}, strides {x.stride()}")
+    codes = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty((columns // GROUP, rows), dtype=torch.float32, device=x.device)
+    if rows:
+        launch(
+            _functions(x.dtype)["quantise_rows"],
+            (-(-columns // (GROUP * _WARPS)), rows),
+            (_THREADS,),
+            (x.data_ptr(), x.stride(0), codes.data_ptr(), scales.data_ptr(), rows, columns),
+        )
+    return codes, scales.t()
+
+
+def _source(dtype: torch.dtype) -> Variant:
+    return Variant(file="prefill.cu", names=_NAMES, defines=(("ELEMENT", ELEMENTS[dtype]),))
+
+
+@functools.cache
+def _functions(dtype: torch.dtype) -> dict[str, Function]:
+    source = _source(dtype)
+    module = load(source.file, names=source.names, defines=dict(source.defines))
+    return {name: module.function(name) for name in _NAMES}
+
+
+VARIANTS = tuple(_source(dtype) for dtype in ELEMENTS)

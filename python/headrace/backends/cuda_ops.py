@@ -1,0 +1,486 @@
+"""The CUDA backend: the kernels of `cuda/` and library products, bound to one GPU.
+
+What it has is said in `check_model`, `pack_linear` and `attach`, all called at construction. Owns
+the scratch of its kernels, one stream's worth; no locks: one step at a time.
+
+Decode rows go through kernels whose order of additions depends on the matrix alone, prompts through
+library products in fixed blocks (`many_rows`). A step that has both makes each product twice, so
+that a row never sees its neighbours. Prefill attention is the variable-length flash kernel, whose
+blocks of keys stand at absolute places; cuDNN is twice as fast on long prompts but has no causal
+mask for a prompt that is continued, so it serves only where bits may depend on the cuts.
+"""
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from headrace.backends.base import PREFILL_TILE, DeltaWeights, Weight
+from headrace.backends.cuda import fused, prefill
+from headrace.backends.cuda.delta import DeltaPrefill, DeltaStep
+from headrace.backends.cuda.gemm import ELEMENTS, MAX_ROWS, SkinnyGemm
+from headrace.backends.cuda.kv import HEAD_DIMS, MAX_GROUP, KVKernels, LowWindow, QKNorm, Rotary
+from headrace.backends.cuda.loader import require_gpu
+from headrace.backends.cuda.many_rows import ManyRows
+from headrace.backends.torch_ops import TorchBackend
+from headrace.errors import ConfigError
+from headrace.kv.cache import KVCache
+from headrace.kv.codecs import check_finite
+from headrace.kv.formats import Which
+from headrace.kv.tables import Table, Window
+from headrace.layers.block_fp8 import BlockFp8Weight
+from headrace.layers.norm import Norm, RMSNorm, ZeroCentredRMSNorm
+from headrace.layers.rope import RotaryEmbedding
+
+if TYPE_CHECKING:
+    from headrace.models.batch import ForwardBatch
+    from headrace.models.config import ModelConfig
+
+# What `SkinnyGemm` asks of a matrix: multiples of so many rows and columns.
+_ROW_UNIT, _COLUMN_UNIT = 16, 64
+_WIDTH_UNIT = 8  # of norms and gates, 16 bytes
+
+
+class CudaBackend:
+    """All operations of `Backend` on one GPU of compute capability 9.0.
+
+    deterministic: the bits of a row depend on nothing but its own request.
+
+    Raises
+    ------
+    CudaUnavailable
+        The machine cannot run the kernels; says what is missing.
+    """
+
+    name = "cuda"
+
+    def __init__(self, device: torch.device, *, deterministic: bool = True) -> None:
+        require_gpu()
+        self.device = device
+        self.deterministic = deterministic
+        # Of the process, and what every model here is defined by: sums in fp32.
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        self._few = SkinnyGemm(device, early=True)
+        self._many = ManyRows(fixed=deterministic)
+        self._exact = TorchBackend(device, deterministic=True)
+        self._dtype: torch.dtype | None = None
+        self._delta: tuple[DeltaStep, DeltaPrefill] | None = None
+        self._kv: KVKernels | None = None
+
+    def check_model(self, config: "ModelConfig", dtype: torch.dtype) -> None:
+        """Refuse what no kernel has; make the kernels of linear layers."""
+        problems = []
+        if dtype not in ELEMENTS:
+            problems.append(f"dtype {dtype}: accepted is {_listed(ELEMENTS)}")
+        if config.head_dim not in HEAD_DIMS:
+            problems.append(f"head_dim {config.head_dim}: accepted is {_listed(HEAD_DIMS)}")
+        group = config.num_heads // config.num_kv_heads
+        if group > MAX_GROUP:
+            problems.append(f"{group} query heads a KV head: accepted is up to {MAX_GROUP}")
+        rotary = config.head_dim if config.rotary_dim is None else config.rotary_dim
+        if rotary % (config.head_dim // 16):
+            problems.append(
+                f"rotary_dim {rotary}: accepted is a multiple of {config.head_dim // 16}"
+            )
+        for name in ("hidden_size", "intermediate_size"):
+            if getattr(config, name) % _WIDTH_UNIT:
+                size = getattr(config, name)
+                problems.append(f"{name} {size}: accepted is a multiple of {_WIDTH_UNIT}")
+        if problems:
+            raise ConfigError(f"device cuda with {'; '.join(problems)}")
+        self._dtype = dtype
+        if config.linear is not None:
+            self._delta = (
+                DeltaStep(config.linear, dtype),
+                DeltaPrefill(config.linear, dtype, self.device),
+            )
+
+    def attach(self, kv: KVCache, *, query_heads: int, max_rows: int, max_context: int) -> None:
+        """Make the kernels of a cache; the scratch is for `max_rows` rows of `max_context` tokens.
+
+        Raises
+        ------
+        ConfigError
+            The kernels do not have a size or format of the cache.
+        """
+        self._kv = KVKernels(
+            kv.pool, query_heads=query_heads, max_rows=max_rows, max_context=max_context
+        )
+
+    def embed(self, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """Rows of the table."""
+        return fused.embed(table, ids)
+
+    def pack_linear(self, weight: Weight) -> Weight:
+        """Return the weight as it is, which is what all products read.
+
+        Raises
+        ------
+        ConfigError
+            Codes in a model of another dtype than bf16.
+        """
+        if isinstance(weight, BlockFp8Weight):
+            if self._dtype != torch.bfloat16:
+                raise ConfigError(
+                    f"fp8 weights with dtype {self._dtype} on device cuda: accepted is bfloat16, "
+                    "or fp8_weights='dequantize'"
+                )
+            if not _is_skinny(weight):
+                weight = weight.dequantise(torch.bfloat16)
+        if isinstance(weight, torch.Tensor):
+            weight = weight.contiguous()
+            if weight.dtype == torch.float32:
+                return weight
+        self._many.probe(weight)
+        return weight
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        *,
+        decode_rows: int = 0,
+        residual: torch.Tensor | None = None,
+        wide: bool = False,
+    ) -> torch.Tensor:
+        """Decode rows by `SkinnyGemm`, the others by library products; both of one storage."""
+        few = self._few_rows(x, decode_rows)
+        if few == x.shape[0]:
+            return self._skinny(x, weight, residual=residual, wide=wide)
+        if not few:
+            return self._library(x, weight, residual, wide)
+        rests = (None, None) if residual is None else (residual[:few], residual[few:])
+        decoded = self._skinny(x[:few], weight, residual=rests[0], wide=wide)
+        return torch.cat((decoded, self._library(x[few:], weight, rests[1], wide)))
+
+    def linear_silu_mul(
+        self, x: torch.Tensor, weight: Weight, *, decode_rows: int = 0
+    ) -> torch.Tensor:
+        """Product and gate, in one launch for decode rows."""
+        few = self._few_rows(x, decode_rows)
+        parts = []
+        if few:
+            parts.append(self._skinny_silu_mul(x[:few], weight))
+        if few < x.shape[0]:
+            parts.append(fused.silu_mul(self._many.linear(x[few:], weight)))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _few_rows(self, x: torch.Tensor, decode_rows: int) -> int:
+        """Leading rows that the kernels for a few rows take."""
+        rows = x.shape[0]
+        if x.dtype == torch.float32:
+            return rows  # there is one exact product, whatever the rows
+        if self.deterministic:
+            return min(rows, decode_rows)
+        return rows if rows <= MAX_ROWS else 0
+
+    def _skinny(
+        self, x: torch.Tensor, weight: Weight, *, residual: torch.Tensor | None, wide: bool
+    ) -> torch.Tensor:
+        if x.dtype == torch.float32:
+            out = self._few.linear(x, weight)
+            return out if residual is None else out.add_(residual)
+        if _is_skinny(weight):
+            return self._few.linear(x, weight, residual=residual, wide=wide)
+        out = self._exact.linear(x, weight)
+        if residual is not None:
+            out = residual + out
+        return out.float() if wide else out
+
+    def _skinny_silu_mul(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        if x.dtype != torch.float32 and _is_skinny(weight, 2 * _ROW_UNIT):
+            return self._few.linear(x, weight, silu_mul=True)
+        return fused.silu_mul(self._skinny(x, weight, residual=None, wide=False).contiguous())
+
+    def _library(
+        self, x: torch.Tensor, weight: Weight, residual: torch.Tensor | None, wide: bool
+    ) -> torch.Tensor:
+        out = self._many.linear(x, weight)
+        if residual is not None:
+            out = residual.add_(out)
+        return out.float() if wide else out
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """One launch; an order that depends on the width alone."""
+        return fused.rms_norm(x, weight, eps)
+
+    def rms_norm_wide(self, x: torch.Tensor, scale: torch.Tensor, eps: float) -> torch.Tensor:
+        """One launch; an order that depends on the width alone."""
+        return fused.rms_norm_wide(x, scale, eps)
+
+    def gated_rms_norm(
+        self, x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """One warp a head."""
+        return prefill.gated_norm(x, z, weight, eps)
+
+    def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """Reads the gate out of the projection it is part of."""
+        return fused.sigmoid_gate(x, gate if gate.ndim == 3 else gate.unsqueeze(1))
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """One launch."""
+        return fused.silu_mul(gate_up)
+
+    def rotary(
+        self, rope: RotaryEmbedding, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The whole tables; the kernel looks up the positions."""
+        return rope.cos, rope.sin
+
+    def rotate_append(
+        self,
+        layer: int,
+        kv: KVCache,
+        batch: "ForwardBatch",
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        norms: "tuple[Norm, Norm] | None",
+        rotary: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """All of it in one launch, q in place. With checks on, K before its norm is looked at."""
+        kernels = self._kernels(kv)
+        if kv.pool.checked:
+            live = batch.token_pages >= 0
+            sides: tuple[tuple[Which, torch.Tensor], ...] = (("k", k), ("v", v))
+            for which, x in sides:
+                check_finite(
+                    which,
+                    x[live],
+                    layer=layer,
+                    pages=batch.token_pages[live],
+                    positions=batch.token_offsets[live],
+                )
+        kernels.append_fused(
+            layer,
+            batch.token_pages,
+            batch.token_offsets,
+            batch.positions,
+            q,
+            k,
+            v,
+            q_out=q,
+            norm=None if norms is None else _qk_norm(*norms),
+            rotary=Rotary(cos=rotary[0], sin=rotary[1]),
+        )
+        return q
+
+    def kv_append(
+        self,
+        layer: int,
+        kv: KVCache,
+        pages: torch.Tensor,
+        offsets: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> None:
+        """The bytes of the reference codecs."""
+        self._kernels(kv).append(layer, pages, offsets, k, v)
+
+    def prefill_mask(self, max_start: int, dtype: torch.dtype) -> torch.Tensor:
+        """Only the exact fp32 path masks by hand."""
+        if dtype == torch.float32:
+            return self._exact.prefill_mask(max_start, dtype)
+        return torch.empty(0, dtype=dtype, device=self.device)
+
+    def attention_prefill(
+        self,
+        q: torch.Tensor,
+        layer: int,
+        kv: KVCache,
+        table: Table,
+        start: int,
+        mask: torch.Tensor,
+        window: Window,
+    ) -> torch.Tensor:
+        """Gathers the KV of the request, then a library kernel; table: int32 on the device."""
+        assert isinstance(table, torch.Tensor), "a table of the device"
+        tokens, head_dim = q.shape[0], q.shape[2]
+        end = start + tokens
+        keys, values = torch.empty(
+            (2, end, kv.kv_heads, head_dim), dtype=q.dtype, device=q.device
+        ).unbind()
+        self._kernels(kv).gather(layer, table, 0, k_out=keys, v_out=values, low=_low(window))
+        if q.dtype == torch.float32:
+            return _tiled_attention(q, keys, values, start, mask)
+        if start == 0 and not self.deterministic:
+            return _cudnn_attention(q, keys, values)
+        out: torch.Tensor = torch.ops.aten._flash_attention_forward(
+            q,
+            keys,
+            values,
+            _borders(tokens, q.device),
+            _borders(end, q.device),
+            max(tokens, 2),  # one row alone would be computed another way
+            end,
+            0.0,
+            True,
+            False,
+        )[0]
+        return out
+
+    def attention_decode(
+        self,
+        q: torch.Tensor,
+        layer: int,
+        kv: KVCache,
+        tables: Sequence[Table] | torch.Tensor,
+        lengths: Sequence[int] | torch.Tensor,
+        window: Window,
+    ) -> torch.Tensor:
+        """All rows in two launches; tables int32 `[B, pages]`, lengths int32, on the device."""
+        assert isinstance(tables, torch.Tensor), "tables of the device"
+        assert isinstance(lengths, torch.Tensor), "lengths on the device"
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self._kernels(kv).attention_decode(layer, q, tables, lengths, out=out, low=_low(window))
+        return out
+
+    def delta_mix_step(
+        self,
+        qkv: torch.Tensor,
+        z: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        weights: DeltaWeights,
+        conv: torch.Tensor,
+        state: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """One launch."""
+        return self._deltas()[0].step(qkv, z, b, a, weights, conv, state, slots)
+
+    def delta_gates(
+        self, b: torch.Tensor, a: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Element by element in torch: the tensors are small."""
+        decay = -a_log.exp() * F.softplus(a.float() + dt_bias)
+        # Stacked, so that both have one stride, which is what the prefill kernel reads by.
+        beta, g = torch.stack((torch.sigmoid(b.float()), decay)).unbind()
+        return beta, g
+
+    def conv_prefill(
+        self,
+        x: torch.Tensor,
+        taps: torch.Tensor,
+        state: torch.Tensor,
+        slot: int,
+        *,
+        has_initial_state: bool,
+    ) -> torch.Tensor:
+        """Two launches."""
+        return prefill.conv_prefill(x, taps, state[slot], initial=has_initial_state)
+
+    def conv_step(
+        self, x: torch.Tensor, taps: torch.Tensor, state: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        """In torch: a step uses `delta_mix_step`."""
+        return self._exact.conv_step(x, taps, state, slots)
+
+    def gated_delta_prefill(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        state: torch.Tensor,
+        slot: int,
+        start: int,
+        *,
+        has_initial_state: bool,
+    ) -> torch.Tensor:
+        """Two launches for 32 chunks."""
+        kernel = self._deltas()[1]
+        return kernel.prefill(
+            q, k, v, g, beta, state[slot], start, has_initial_state=has_initial_state
+        )
+
+    def gated_delta_step(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        state: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """In torch: a step uses `delta_mix_step`."""
+        return self._exact.gated_delta_step(q, k, v, g, beta, state, slots)
+
+    def _kernels(self, kv: KVCache) -> KVKernels:
+        assert self._kv is not None, "the cache was attached"
+        assert self._kv.pool is kv.pool, "of this cache"
+        return self._kv
+
+    def _deltas(self) -> tuple[DeltaStep, DeltaPrefill]:
+        assert self._delta is not None, "made for a model with linear layers"
+        return self._delta
+
+
+def _is_skinny(weight: Weight, row_unit: int = _ROW_UNIT) -> bool:
+    rows, columns = weight.shape
+    return rows % row_unit == 0 and columns % _COLUMN_UNIT == 0
+
+
+def _qk_norm(q_norm: Norm, k_norm: Norm) -> QKNorm:
+    if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm):
+        return QKNorm(q=q_norm.weight, k=k_norm.weight, eps=q_norm.eps, wide=False)
+    assert isinstance(q_norm, ZeroCentredRMSNorm), "one of the two norms there are"
+    assert isinstance(k_norm, ZeroCentredRMSNorm), "of the same kind"
+    return QKNorm(q=q_norm.scale, k=k_norm.scale, eps=q_norm.eps, wide=True)
+
+
+def _low(window: Window) -> LowWindow | None:
+    if not isinstance(window.k0, torch.Tensor):
+        return None
+    return LowWindow(size=window.width, k0=window.k0)
+
+
+@functools.lru_cache(4096)
+def _borders(tokens: int, device: torch.device) -> torch.Tensor:
+    """`[0, tokens]`, made once: a copy from the host would wait for the device."""
+    with torch.inference_mode(False):
+        return torch.tensor([0, tokens], dtype=torch.int32, device=device)
+
+
+def _cudnn_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention of a whole prompt."""
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return out[0].transpose(0, 1).contiguous()
+
+
+def _tiled_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, mask: torch.Tensor
+) -> torch.Tensor:
+    """Exact fp32 attention in tiles of 64 queries at absolute places, as the torch backend has it.
+
+    Written as products and a softmax, so that no library kernel with tf32 can be chosen.
+    """
+    tokens, heads, head_dim = q.shape
+    end, kv_heads = start + tokens, k.shape[1]
+    max_start = mask.shape[1] - PREFILL_TILE
+    queries = q.view(tokens, kv_heads, heads // kv_heads, head_dim) / math.sqrt(head_dim)
+    out = torch.empty_like(queries)
+    for tile_start in range(start - start % PREFILL_TILE, end, PREFILL_TILE):
+        tile_end = min(tile_start + PREFILL_TILE, end)
+        first = max(tile_start, start)
+        rows = slice(first - start, tile_end - start)
+        columns = slice(max_start - tile_start, max_start - tile_start + tile_end)
+        scores = torch.einsum("qhgd,khd->hgqk", queries[rows], k[:tile_end])
+        scores = scores + mask[first - tile_start : tile_end - tile_start, columns]
+        out[rows] = torch.einsum("hgqk,khd->qhgd", scores.softmax(-1), v[:tile_end])
+    return out.view(tokens, heads, head_dim)
+
+
+def _listed(values: Iterable[object]) -> str:
+    return ", ".join(map(str, values))

@@ -1,0 +1,109 @@
+"""What a prompt needs beside products, and the products themselves, against float64 and torch."""
+
+import pytest
+import torch
+
+from headrace.backends.cuda import many_rows, prefill
+from headrace.backends.torch_ops import TorchBackend
+from headrace.errors import ConfigError
+from headrace.layers.block_fp8 import quantise
+
+DEVICE = torch.device("cuda")
+TORCH = TorchBackend(DEVICE)
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def noise(*shape, dtype=FP32, seed=0):
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.randn(shape, generator=generator, device=DEVICE).to(dtype)
+
+
+def relative(actual, expected):
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 31, 64, 65, 300])
+@pytest.mark.parametrize("initial", [False, True])
+def test_convolution_has_the_bits_of_torch(dtype, tokens, initial):
+    channels = 1032
+    x = noise(tokens, channels + 96, dtype=dtype)[:, :channels]  # strided
+    taps = noise(channels, 4, seed=1)
+    ours = noise(3, channels, 3, dtype=dtype, seed=2)
+    if not initial:
+        ours[1] = torch.nan
+    theirs = ours.clone()
+    expected = TORCH.conv_prefill(x, taps, theirs, 1, has_initial_state=initial)
+    assert torch.equal(prefill.conv_prefill(x, taps, ours[1], initial=initial), expected)
+    assert torch.equal(ours[1], theirs[1])
+    assert torch.equal(ours[[0, 2]], theirs[[0, 2]])
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("width", [32, 64, 128])
+def test_gated_norm(dtype, width):
+    x, z = noise(77, 6, width), noise(77, 6 * width + 40, dtype=dtype, seed=1)
+    z = z[:, : 6 * width].unflatten(1, (6, width))
+    weight = noise(width, dtype=dtype, seed=2)
+    out = prefill.gated_norm(x, z, weight, 1e-6)
+    bound = {BF16: 2e-3, FP16: 3e-4, FP32: 1e-6}[dtype]
+    assert relative(out, TORCH.gated_rms_norm(x, z, weight, 1e-6)) < bound
+    assert torch.equal(prefill.gated_norm(x[5:9], z[5:9], weight, 1e-6), out[5:9])
+
+
+def test_rows_are_quantised_by_groups():
+    x = noise(9, 1024, dtype=BF16) * noise(9, 1, dtype=BF16, seed=1).exp()
+    x[3, :128] = 0
+    codes, scales = prefill.quantise_rows(x)
+    assert scales.stride() == (1, 9)
+    groups = x.float().view(9, 8, 128)
+    largest = groups.abs().amax(-1)
+    # A tensor divisor: dividing by a number becomes a product with its reciprocal on a GPU.
+    wanted = largest / torch.full_like(largest, 448)
+    assert torch.equal(scales, torch.where(largest > 0, wanted, 1.0))
+    expected = (groups / scales.unsqueeze(-1)).view(9, 1024).to(torch.float8_e4m3fn)
+    assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
+    x[2, 5] = torch.nan
+    others = [0, 1, 3, 4, 5, 6, 7, 8]
+    again = prefill.quantise_rows(x)[0]
+    assert torch.equal(again[others].view(torch.uint8), codes[others].view(torch.uint8))
+    assert again[2, :128].float().isnan().any()
+    with pytest.raises(ConfigError, match="quantise"):
+        prefill.quantise_rows(noise(2, 100, dtype=BF16))
+
+
+@pytest.mark.parametrize("kind", ["dense", "codes", "odd codes"])
+def test_products_of_many_rows(kind):
+    rows, columns = (1024, 1024) if kind != "odd codes" else (208, 320)
+    dense = noise(rows, columns, seed=1) * columns**-0.5
+    weight = dense.to(BF16) if kind == "dense" else quantise(dense)
+    exact = weight.double() if kind == "dense" else weight.dequantise().double()
+    products = many_rows.ManyRows(fixed=True)
+    x = noise(1500, columns, dtype=BF16)
+    out = products.linear(x, weight)
+    assert relative(out, x.double() @ exact.T) < (0.04 if kind == "codes" else 4e-3)
+    for first, last in ((0, 1), (64, 128), (3, 700), (1024, 1500), (0, 1500)):
+        assert torch.equal(products.linear(x[first:last], weight), out[first:last])
+    poisoned = x.clone()
+    poisoned[100:] = torch.nan
+    assert torch.equal(products.linear(poisoned, weight)[:100], out[:100])
+
+
+def test_which_sizes_of_a_block_have_the_same_bits(capsys):
+    """Prints what the library gives for the shapes of 8B and 27B; 1024 is always there."""
+    for name, n, k, coded in (
+        ("8b qkv", 6144, 4096, False),
+        ("8b o", 4096, 4096, False),
+        ("8b gate up", 24576, 4096, False),
+        ("8b down", 4096, 12288, False),
+        ("0.6b o", 1024, 2048, False),
+        ("0.6b down", 1024, 3072, False),
+        ("27b gate up", 34816, 5120, True),
+        ("27b down", 5120, 17408, True),
+        ("27b o", 5120, 6144, True),
+    ):
+        dense = noise(n, k, dtype=BF16)
+        sizes = many_rows.ManyRows(fixed=True).probe(quantise(dense) if coded else dense)
+        with capsys.disabled():
+            print(f"\n{name} [{n}, {k}]: {sizes}", end="")
+        assert 1024 in sizes

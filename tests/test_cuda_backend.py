@@ -1,0 +1,148 @@
+"""What the CUDA engine does before it meets a GPU: packing, cutting, refusing."""
+
+import itertools
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from headrace import ConfigError, Engine, EngineConfig
+from headrace._core import SamplingSpec, build_plan
+from headrace.backends.cuda import many_rows
+from headrace.backends.cuda.loader import require_gpu
+from headrace.backends.cuda.step_arrays import StepArrays, StepShape, shape_of
+from headrace.layers import block_fp8
+from headrace.loading.build import load_model
+from headrace.loading.resolve import resolve_model
+
+SPEC = SamplingSpec()
+
+
+def packed(shape, extra=0):
+    host = np.full(shape.nbytes + extra, 0x55, np.uint8)
+    device = torch.from_numpy(host)
+    return StepArrays(shape, host, device), host
+
+
+def decode_plan(rows):
+    return build_plan(
+        [(10 + i, slot, start, [100 + i], SPEC, [], []) for i, (slot, start) in enumerate(rows)],
+        decode=True,
+    )
+
+
+def test_a_decode_plan_is_padded_to_the_width():
+    arrays, host = packed(StepShape(tokens=4, decode_rows=4, table_pages=1), extra=8)
+    arrays.fill(decode_plan([(7, 30), (2, 0), (5, 63)]), 512)
+    device = {name: values.tolist() for name, values in arrays.device.items()}
+    assert device["token_ids"] == [100, 101, 102, 0]
+    assert device["positions"] == [30, 0, 63, 0]
+    assert device["token_pages"] == [7, 2, 5, -1]
+    assert device["token_offsets"] == [30, 0, 63, -1]
+    assert device["state_slots"] == [7, 2, 5, -1]
+    assert device["lengths"] == [31, 1, 64, 0]
+    assert [row[0] for row in device["tables"][:3]] == [7, 2, 5]
+    assert device["stream_k0"] == [0]
+    assert (host[-8:] == 0x55).all(), "nothing is written beyond the shape"
+    # A smaller step after it leaves nothing of the larger one.
+    arrays.fill(decode_plan([(3, 1)]), 512)
+    assert arrays.device["lengths"].tolist() == [2, 0, 0, 0]
+    assert arrays.device["token_pages"].tolist() == [3, -1, -1, -1]
+    arrays.pad()
+    assert arrays.device["token_pages"].tolist() == [-1] * 4
+    assert arrays.device["state_slots"].tolist() == [-1] * 4
+    assert not arrays.device["lengths"].any()
+
+
+def test_a_prefill_plan_is_packed_exactly():
+    rows = [(1, 4, 64, [1, 2, 3], SPEC, [], []), (2, 6, 0, [9, 8], None, [], [])]
+    plan = build_plan(rows, decode=False)
+    shape = shape_of(plan)
+    assert shape == StepShape(tokens=5, decode_rows=0, table_pages=1, samples=1, segment_pages=2)
+    arrays, _ = packed(shape)
+    arrays.fill(plan, 512)
+    device = {name: values.tolist() for name, values in arrays.device.items()}
+    assert device["token_ids"] == [1, 2, 3, 9, 8]
+    assert device["positions"] == [64, 65, 66, 0, 1]
+    assert device["token_pages"] == [4, 4, 4, 6, 6]
+    assert device["sample_index"] == [2]
+    assert device["segment_tables"] == [4, 6]
+
+
+def test_fields_are_aligned_and_apart():
+    arrays, host = packed(StepShape(tokens=3, decode_rows=3, table_pages=5, samples=1))
+    spans = sorted(
+        (values.__array_interface__["data"][0], values.nbytes) for values in arrays.host.values()
+    )
+    base = host.__array_interface__["data"][0]
+    for (start, nbytes), (following, _) in itertools.pairwise(spans):
+        assert (start - base) % 16 == 0
+        assert start + nbytes <= following
+
+
+@pytest.mark.parametrize("sizes", [many_rows.SIZES, (1024,), (256, 1024, 4096)])
+def test_blocks_cover_all_rows(sizes):
+    for rows in (1, 63, 64, 65, 100, 600, 1000, 1024, 1100, 8192, 20_001):
+        blocks = many_rows.cut(rows, sizes)
+        assert sum(used for _, used in blocks) == rows
+        assert all(size in sizes and 0 < used <= size for size, used in blocks)
+        assert all(size == used for size, used in blocks[:-1])
+    assert many_rows.cut(0, sizes) == []
+
+
+def test_sizes_with_other_bits_are_left_out(monkeypatch):
+    """A product that adds in another order from 4096 rows on, and one whose places differ."""
+
+    def product(x, weight):
+        out = x.double() @ weight.double().T
+        rows = torch.arange(len(x))[:, None]
+        return out + (len(x) >= 4096) + (len(x) == 256) * (rows > 128)
+
+    monkeypatch.setattr(many_rows, "_product", product)
+    weight = torch.randint(-8, 8, (8, 32)).float()  # exact in any order
+    assert many_rows.ManyRows(fixed=True).probe(weight) == (64, 128, 512, 1024, 2048)
+    assert many_rows.ManyRows(fixed=False).probe(weight) == many_rows.SIZES
+
+
+def test_quantise_takes_the_largest_value_of_each_block():
+    torch.manual_seed(0)
+    weight = torch.randn(300, 200)
+    weight[:128, :128] = 0
+    coded = block_fp8.quantise(weight)
+    assert coded.codes.shape == (300, 200)
+    for i, j in ((0, 0), (0, 1), (1, 0), (2, 1)):
+        block = (slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
+        largest = (weight[block].abs().amax() / 448).bfloat16().float()
+        scale = largest if largest > 0 else torch.tensor(1.0)
+        assert coded.scales[i, j] == scale
+        codes = (weight[block] / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        assert torch.equal(coded.codes[block].view(torch.uint8), codes.view(torch.uint8))
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:3"])
+def test_without_a_gpu_the_error_says_what_is_missing(monkeypatch, device):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    require_gpu.cache_clear()
+    with pytest.raises(ConfigError, match=f"device='{device}': no CUDA device"):
+        Engine(EngineConfig(model="smollm2-135m", load_format="dummy", device=device))
+    require_gpu.cache_clear()
+
+
+def test_auto_is_the_cpu_without_a_gpu(monkeypatch, tiny_qwen3):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with Engine(EngineConfig(model=str(tiny_qwen3.path), max_context=64)) as engine:
+        assert engine.capabilities.device == "cpu"
+        assert not engine.capabilities.deterministic
+
+
+def test_importing_the_engine_needs_neither_gguf_nor_cupy():
+    code = "import sys, headrace.engine; sys.exit('gguf' in sys.modules or 'cupy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_dummy_weights_of_a_known_configuration_are_seeded():
+    source = resolve_model("smollm2-135m", load_format="dummy")
+    one, other = (load_model(source, load_format="dummy", seed=seed).model for seed in (0, 0))
+    assert torch.equal(one._embedding, other._embedding)
