@@ -288,7 +288,7 @@ def test_one_page_is_read_in_place_and_several_as_a_copy(loaded):
 
 
 @pytest.mark.parametrize("name", ["tiny_qwen3", "tiny_hybrid"])
-def test_a_plan_reads_and_writes_where_its_tables_say(loaded, monkeypatch, name):
+def test_a_plan_reads_and_writes_where_its_tables_say(loaded, name):
     model = loaded(name)
     slots, state = make_kv(model, slots=3), make_state(model, slots=3)
     paged = KVCache(model.config, pages=9, page_tokens=64, dtype=model.dtype, width=2)
@@ -301,17 +301,22 @@ def test_a_plan_reads_and_writes_where_its_tables_say(loaded, monkeypatch, name)
         min_tokens=0, stop_token_ids=[],
     )  # fmt: skip
 
-    def paged_tables(plan):
-        rows = [tables[slot] for slot in plan.slots.tolist()]
-        token_rows = [tables[slot] for slot in plan.token_slots.tolist()]
-        return runner.PlanTables(
-            block_tables=np.concatenate(rows).astype(np.uint32),
-            table_offsets=np.cumsum([0, *map(len, rows)]),
-            token_pages=np.array(
+    class OnPages:
+        """A plan over slots, with pages for its slots."""
+
+        def __init__(self, plan):
+            self._plan = plan
+            rows = [tables[slot] for slot in plan.slots.tolist()]
+            token_rows = [tables[slot] for slot in plan.token_slots.tolist()]
+            self.block_tables = np.concatenate(rows).astype(np.uint32)
+            self.table_offsets = np.cumsum([0, *map(len, rows)])
+            self.token_pages = np.array(
                 [row[at // 64] for row, at in zip(token_rows, plan.positions, strict=True)]
-            ),
-            stream_k0=5,
-        )
+            )
+            self.stream_k0 = 5
+
+        def __getattr__(self, name):
+            return getattr(self._plan, name)
 
     prompts = {2: random_prompt(127, 3), 0: random_prompt(64, 4)}
     rows = [(slot, slot, 0, prompt, spec, prompt, []) for slot, prompt in prompts.items()]
@@ -320,10 +325,8 @@ def test_a_plan_reads_and_writes_where_its_tables_say(loaded, monkeypatch, name)
     ]
     for plan in (build_plan(rows, decode=False), build_plan(following, decode=True)):
         expected = runner.ModelRunner(model, slots, state).forward(plan)
-        with monkeypatch.context() as patch:
-            patch.setattr(runner, "tables_of", paged_tables)
-            assert runner.forward_batch(plan, paged).window == Window(5, 2)
-            logits = runner.ModelRunner(model, paged, paged_state).forward(plan)
+        assert runner.forward_batch(OnPages(plan), paged).window == Window(5, 2)
+        logits = runner.ModelRunner(model, paged, paged_state).forward(OnPages(plan))
         assert torch.equal(logits, expected)
     # Slot 0 grew into its second page, slot 2 has filled two of its three.
     assert torch.isfinite(paged.k[:, 8, 0]).all()

@@ -151,8 +151,8 @@ def test_a_failed_copy_is_a_rollback_whose_pages_went_back(make, stream):
 def test_a_low_request_streams_its_pages_in_every_step(make):
     llm = make(num_pages=12)
     serve(llm, 1)
-    # The pages are on the device and in host memory. Nobody else reads them, so the first LOW request
-    # gives the device pages up, and both requests stream.
+    # The pages are on the device and in host memory. Nobody else reads them, so the first LOW
+    # request gives the device pages up, and both requests stream.
     serve(llm, 1, priority="low")
     serve(llm, 1, priority="low")
     stats = llm.stats()
