@@ -363,6 +363,7 @@ def test_plan_sizes_the_host_tier_as_the_engine_does(capsys, tiny):
     from headrace import Engine, EngineConfig
 
     model = tiny("tiny_hybrid").path
+    capsys.readouterr()  # a model that is only now written shows its progress
     options = {"host_bytes": 2**24, "snapshot_interval": 256}
     flags = ["--host-bytes", 2**24, "--snapshot-interval", 256, "--dtype", "float32"]
     host = plan_json(capsys, "--model", model, *flags, "--context", 256)["host"]
