@@ -173,6 +173,7 @@ WIDTHS = [(name, width) for name, layers in zip(MODELS, (4, 3, 2), strict=True)
 def test_pages_and_windows_give_the_bits_of_slots(
     loaded, in_slots, label, name, width, page_tokens
 ):
+    """HST-03 too: windows and untouched pages are poison until their bytes have arrived."""
     model = loaded(name)
     assert (name, model.config.kv_layers) in WIDTHS
     state = make_state(model, slots=2)

@@ -198,6 +198,7 @@ fn case() -> impl Strategy<Value = Case> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
+    /// HST-16.
     #[test]
     fn runs_cover_the_bytes_asked_for_once_and_are_merged(case in case(), first in 0..1000u64) {
         let Case { shape, kind, kv, state } = case;

@@ -205,6 +205,7 @@ fn ended(m: &Model) -> Vec<(u64, CopyOutcome)> {
     m.outcomes.lock().unwrap().clone()
 }
 
+/// HST-02.
 #[test]
 fn a_consumer_blocks_until_the_event_is_recorded() {
     explore(|| {

@@ -66,6 +66,7 @@ macro_rules! needed {
     };
 }
 
+// HST-01: the edges of a store are among them.
 needed! {
     forward_waits_for_the_load: Some(Edge::LoadReady), None;
     forward_waits_for_the_window: Some(Edge::WindowReady), None;

@@ -548,6 +548,8 @@ proptest! {
         ..ProptestConfig::default()
     })]
 
+    /// PAG-03, HST-04 (a state on its way to the host is read when its copy ends, whole steps
+    /// later), HST-15, LEK-04, LEK-07.
     #[test]
     fn every_row_finds_its_own_prefix_and_nothing_is_lost(
         setup in setup(),
