@@ -338,13 +338,13 @@ def test_rows_that_share_a_load_share_its_failure():
     """HST-07: whoever joined the load starts again too, and reads nothing of it."""
     with Shadow(pages=14, host_pages=60, slots=3, strict=False, settled=True) as shadow:
         shared = tokens(5 * PAGE, 1)
-        shadow.submit(shared + [1], 1)
+        shadow.submit([*shared, 1], 1)
         for seed in range(2, 6):
             shadow.run()
             shadow.submit(tokens(6 * PAGE, seed), 1)
         shadow.run()
         shadow.device.inject("load", 0, "fail")
-        ids = [shadow.submit(shared + [seed], 4) for seed in range(3)]
+        ids = [shadow.submit([*shared, seed], 4) for seed in range(3)]
         shadow.run()
         shadow.drain()
         assert shadow.stats()["failed_copy_rows"] == 3
@@ -357,7 +357,7 @@ def test_a_load_never_starts_below_another(preemption):
     """Two prompts whose common part is loaded for the first: the second waits for its own part."""
     with Shadow(pages=16, host_pages=60, slots=3, settled=True, preemption=preemption) as shadow:
         long = tokens(5 * PAGE, 1)
-        shadow.submit(long + [1], 1)
+        shadow.submit([*long, 1], 1)
         for seed in range(2, 6):
             shadow.run()
             shadow.submit(tokens(7 * PAGE, seed), 1)
