@@ -332,3 +332,38 @@ def test_failed_and_late_copies_never_show_in_tokens(stream, fault, hybrid):
             assert all("CopyError" in message for message in errors(shadow))
             if fault == "delay":
                 assert errors(shadow) == []
+
+
+def test_rows_that_share_a_load_share_its_failure():
+    """HST-07: whoever joined the load starts again too, and reads nothing of it."""
+    with Shadow(pages=14, host_pages=60, slots=3, strict=False, settled=True) as shadow:
+        shared = tokens(5 * PAGE, 1)
+        shadow.submit([*shared, 1], 1)
+        for seed in range(2, 6):
+            shadow.run()
+            shadow.submit(tokens(6 * PAGE, seed), 1)
+        shadow.run()
+        shadow.device.inject("load", 0, "fail")
+        ids = [shadow.submit([*shared, seed], 4) for seed in range(3)]
+        shadow.run()
+        shadow.drain()
+        assert shadow.stats()["failed_copy_rows"] == 3
+        assert shadow.wrong_reads > 0, "the failed load would not have shown"
+        assert [shadow.results[i].finish_reason for i in ids] == ["length"] * 3
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "park"])
+def test_a_load_never_starts_below_another(preemption):
+    """Two prompts whose common part is loaded for the first: the second waits for its own part."""
+    with Shadow(pages=16, host_pages=60, slots=3, settled=True, preemption=preemption) as shadow:
+        long = tokens(5 * PAGE, 1)
+        shadow.submit([*long, 1], 1)
+        for seed in range(2, 6):
+            shadow.run()
+            shadow.submit(tokens(7 * PAGE, seed), 1)
+        shadow.run()
+        ids = [shadow.submit([*long[: n * PAGE], 3], 3) for n in (1, 3, 5)]
+        shadow.run()
+        shadow.drain()
+        found = [sum(shadow.results[i].cached_tokens) for i in ids]
+        assert found == [PAGE, 3 * PAGE, 5 * PAGE]
