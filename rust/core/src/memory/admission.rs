@@ -100,7 +100,14 @@ impl Memory {
 
     pub(super) fn admit_high(&mut self, ask: &Ask<'_>, seq: &mut Sequence) -> Option<Hit> {
         let mut lease = self.matched(ask.prompt, usize::MAX, seq.class);
-        let (mut resident, mut load) = usable(&self.path(lease.as_ref()));
+        let path = self.path(lease.as_ref());
+        let (mut resident, mut load) = usable(&path);
+        if is_loading(&path) && resident < path.len() {
+            // What comes after it can be loaded in the next step, and need not be computed.
+            drop(lease);
+            self.sweep();
+            return None;
+        }
         // One page beyond what is loaded, so that the request makes progress.
         let wanted = load.min(self.available().saturating_sub(1));
         load = if wanted < self.config.load_back_threshold as usize {
