@@ -330,6 +330,8 @@ def test_close_wakes_planner_and_waiters_and_keeps_results():
 def test_ctrl_c_ends_a_blocking_wait_and_leaves_the_scheduler_usable():
     """SCH-12."""
     scheduler = make_scheduler()
+    # A process started in the background of a script inherits that it ignores the signal.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     timer = threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT))
     timer.start()
     start = time.monotonic()
@@ -337,6 +339,7 @@ def test_ctrl_c_ends_a_blocking_wait_and_leaves_the_scheduler_usable():
         scheduler.next_plan(60)
     assert time.monotonic() - start < 5.0
     timer.join()
+    signal.signal(signal.SIGINT, before)
     scheduler.submit([1], SamplingSpec())
     assert scheduler.next_plan(0) is not None
 
