@@ -23,9 +23,7 @@ from headrace._core import (
     build_plan,
     decode_width,
 )
-from headrace.backends.base import Backend
-from headrace.backends.cuda.loader import CudaUnavailable, require_gpu
-from headrace.backends.torch_ops import TorchBackend
+from headrace.backends.select import choose_device, make_backend
 from headrace.config import EngineConfig, checks_enabled, preempt_every
 from headrace.errors import ConfigError, EngineClosed, InvalidRequest, PromptTooLong, UnknownRequest
 from headrace.kv.cache import KVCache, check_width, kv_layout
@@ -99,12 +97,12 @@ class Engine:
 
     def __init__(self, config: EngineConfig, *, progress: bool = False) -> None:
         self.config = config
-        self.device = _device(config)
+        self.device = choose_device(config)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         on_gpu = self.device.type == "cuda"
         deterministic = config.deterministic == "on" or (config.deterministic == "auto" and on_gpu)
-        self.backend = _backend(self.device, deterministic=deterministic)
+        self.backend = make_backend(self.device, deterministic=deterministic)
         loaded = load_model(
             resolve_model(
                 config.model,
@@ -611,38 +609,6 @@ def _tokenizer(loaded: LoadedModel) -> Tokenizer | None:
         eos_ids=loaded.config.eos_token_ids,
         chat_template=loaded.chat_template,
     )
-
-
-def _device(config: EngineConfig) -> torch.device:
-    """Return the device of an engine; "auto" is a GPU that can run the kernels, else the CPU."""
-    name = config.device
-    device = torch.device("cpu")
-    if name.startswith("cuda") or (name == "auto" and torch.cuda.is_available()):
-        try:
-            require_gpu()
-            device = torch.device("cuda", int(name.partition(":")[2] or 0))
-        except CudaUnavailable as error:
-            if name != "auto":
-                raise ConfigError(f"device={name!r}: {error}; accepted here is cpu") from error
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if device.index >= count:
-            raise ConfigError(f"device={name!r}: accepted is cuda:0 to cuda:{count - 1}")
-        if config.host_bytes:
-            raise ConfigError(
-                f"host_bytes={config.host_bytes} with device {device}: the host tier copies on the "
-                "CPU only so far; accepted is 0"
-            )
-    return device
-
-
-def _backend(device: torch.device, *, deterministic: bool) -> Backend:
-    if device.type != "cuda":
-        return TorchBackend(device, deterministic=deterministic)
-    from headrace.backends.cuda_ops import CudaBackend
-
-    torch.cuda.set_device(device)
-    return CudaBackend(device, deterministic=deterministic)
 
 
 def _check_memory(kv_bytes: int, state_bytes: int, available: int) -> None:

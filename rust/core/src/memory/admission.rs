@@ -2,7 +2,7 @@
 //! which the host part of it is loaded.
 
 use super::config::Admission;
-use super::jobs::{Job, LoadCopy};
+use super::jobs::{Job, LoadCopy, Loading};
 use super::sequence::Sequence;
 use super::{Admitted, Ask, Demand, Hit, Memory, NAMESPACE};
 use crate::copy_plan::{KvPiece, StatePiece};
@@ -81,17 +81,7 @@ impl Memory {
             .collect();
         seq.stored = path.len();
         seq.lease = Some(lease);
-        let job = self.new_job(Job::Load {
-            tree: None,
-            private: Vec::new(),
-            parked: (Vec::new(), None),
-        });
-        seq.loads.push(job);
-        self.step.loads.push(LoadCopy {
-            job,
-            kv,
-            state: Vec::new(),
-        });
+        self.push_load(seq, Loading::default(), kv, None);
         Hit {
             host: path.len() * self.page,
             ..Hit::default()
@@ -134,7 +124,11 @@ impl Memory {
             let started = tree.begin_load(lease, &pages);
             self.transfer(&pages, Owner::Request, Owner::Copy);
             let kv = self.pieces(started.copies.iter().copied());
-            self.push_load(seq, Some((started.id, pages)), kv);
+            let loading = Loading {
+                tree: Some((started.id, pages)),
+                ..Loading::default()
+            };
+            self.push_load(seq, loading, kv, None);
         }
         self.join_loads(seq, lease.as_ref());
         seq.lease = lease;
@@ -188,22 +182,20 @@ impl Memory {
             .unwrap_or(0)
     }
 
+    /// Adds a load to the step; the row of `seq` depends on it.
     pub(super) fn push_load(
         &mut self,
         seq: &mut Sequence,
-        tree: Option<(u64, Vec<PageEntry>)>,
+        loading: Loading,
         kv: Vec<KvPiece>,
+        state: Option<StatePiece>,
     ) {
-        let job = self.new_job(Job::Load {
-            tree,
-            private: Vec::new(),
-            parked: (Vec::new(), None),
-        });
+        let job = self.new_job(Job::Load(loading));
         seq.loads.push(job);
         self.step.loads.push(LoadCopy {
             job,
             kv,
-            state: Vec::new(),
+            state: state.into_iter().collect(),
         });
     }
 
@@ -226,10 +218,7 @@ impl Memory {
             device_slot: slot.index(),
             host_slot,
         };
-        self.push_load(seq, None, Vec::new());
-        if let Some(load) = self.step.loads.last_mut() {
-            load.state.push(piece);
-        }
+        self.push_load(seq, Loading::default(), Vec::new(), Some(piece));
     }
 
     pub(super) fn pieces(

@@ -54,17 +54,21 @@ impl StepCopies {
     }
 }
 
+/// What a load owns until it ends.
+#[derive(Default)]
+pub(super) struct Loading {
+    /// Number the tree gave it, and the pages that will be the tree's.
+    pub(super) tree: Option<(u64, Vec<PageEntry>)>,
+    /// Private pages of a resumed request; pinned.
+    pub(super) private: Vec<PageEntry>,
+    /// Host pages, and snapshot, that the request was parked in; freed at the end.
+    pub(super) parked: (Vec<HostPage>, Option<u32>),
+}
+
 /// A job that has not ended, and what it owns.
 pub(super) enum Job {
-    /// Pages of the tree into pages that will be the tree's.
-    Load {
-        /// Number the tree gave it, and its destination.
-        tree: Option<(u64, Vec<PageEntry>)>,
-        /// Private pages of a resumed request, with the host pages they come from.
-        private: Vec<PageEntry>,
-        /// Freed at the end, with the snapshot.
-        parked: (Vec<HostPage>, Option<u32>),
-    },
+    /// Host to device; the row that waits for it is in the same step.
+    Load(Loading),
     /// Into the windows of a step; pinned.
     Window { pages: Vec<PageEntry> },
     /// Pages of a node; pinned.

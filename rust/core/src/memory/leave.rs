@@ -3,7 +3,7 @@
 
 use super::admission::{is_loading, usable};
 use super::config::Preemption;
-use super::jobs::{Job, LoadCopy};
+use super::jobs::{Job, Loading};
 use super::sequence::{Parked, Place, Sequence};
 use super::{Admitted, Ask, Hit, Memory, NAMESPACE};
 use crate::copy_plan::{KvPiece, StatePiece};
@@ -216,7 +216,11 @@ impl Memory {
             let started = tree.begin_load(lease, &pages);
             self.transfer(&pages, Owner::Request, Owner::Copy);
             let kv = self.pieces(started.copies.iter().copied());
-            self.push_load(seq, Some((started.id, pages)), kv);
+            let loading = Loading {
+                tree: Some((started.id, pages)),
+                ..Loading::default()
+            };
+            self.push_load(seq, loading, kv, None);
         }
         self.join_loads(seq, lease.as_ref());
         let mut kv = Vec::with_capacity(own);
@@ -243,17 +247,12 @@ impl Memory {
             host_slot,
         });
         if state.is_some() || !kv.is_empty() {
-            let job = self.new_job(Job::Load {
-                tree: None,
+            let loading = Loading {
                 private,
                 parked: (hosts, parked.snapshot),
-            });
-            seq.loads.push(job);
-            self.step.loads.push(LoadCopy {
-                job,
-                kv,
-                state: state.into_iter().collect(),
-            });
+                ..Loading::default()
+            };
+            self.push_load(seq, loading, kv, state);
         }
         seq.parked = None;
         seq.lease = lease;

@@ -36,6 +36,7 @@ pub(crate) use jobs::Event;
 use jobs::Job;
 use sequence::Place;
 pub(crate) use sequence::Sequence;
+pub(crate) use windows::Windows;
 
 /// One engine serves one model in one KV format, so its tree has one namespace.
 const NAMESPACE: Namespace = Namespace(0);

@@ -1,6 +1,6 @@
 //! What the end of a copy changes.
 
-use super::jobs::{Event, Job};
+use super::jobs::{Event, Job, Loading};
 use super::sequence::{Place, Sequence};
 use super::{Memory, NAMESPACE};
 use crate::copy_job::CopyOutcome;
@@ -34,11 +34,11 @@ impl Memory {
 
     pub(super) fn finish_job(&mut self, job: u64, ended: Job, ok: bool) -> Option<Event> {
         match ended {
-            Job::Load {
+            Job::Load(Loading {
                 tree,
                 private,
                 parked: (hosts, snapshot),
-            } => {
+            }) => {
                 if let (Some(own), Some((id, pages))) = (&self.tree, tree) {
                     let failed = own.end_load(id, ok);
                     if ok {
@@ -120,10 +120,10 @@ impl Memory {
     /// request and the tree are told that it failed.
     pub(super) fn abandon(&mut self, ended: &Job, job: u64) -> Option<Event> {
         match ended {
-            Job::Load {
+            Job::Load(Loading {
                 tree: Some((id, _)),
                 ..
-            } => {
+            }) => {
                 if let Some(own) = &self.tree {
                     own.end_load(*id, false);
                 }
@@ -160,7 +160,7 @@ impl Memory {
             }
             // The page stays where it is and is read there; it can never be stored.
             Job::Seal { .. }
-            | Job::Load { tree: None, .. }
+            | Job::Load(Loading { tree: None, .. })
             | Job::Window { .. }
             | Job::Abandoned => None,
         }

@@ -26,6 +26,16 @@ pub(crate) struct StreamLeft {
     alone: bool,
 }
 
+/// Whether a LOW request can run in a step.
+pub(crate) enum Windows {
+    /// It can.
+    Open,
+    /// The link has no time for what it streams.
+    OverBudget,
+    /// There are no pages for its windows.
+    NoPages,
+}
+
 impl Memory {
     pub(super) fn admit_low(&mut self, ask: &Ask<'_>, seq: &mut Sequence) -> Option<Hit> {
         let room = self.available();
@@ -80,21 +90,17 @@ impl Memory {
     }
 
     /// Makes a LOW request ready to run in this step: all it does not hold in HIGH pages has a
-    /// window page. `Some(false)` if the link has no time for it, `None` if there are no window pages.
-    pub(crate) fn open_windows(
-        &mut self,
-        seq: &mut Sequence,
-        left: &mut StreamLeft,
-    ) -> Option<bool> {
+    /// window page.
+    pub(crate) fn open_windows(&mut self, seq: &mut Sequence, left: &mut StreamLeft) -> Windows {
         let streamed = self.streamed(seq);
         // Alone it may take what it needs; beside HIGH rows it waits for its turn, but not for ever.
         let patient = seq.waited < self.config.stream.low_max_wait_steps;
         let overruns = streamed > left.pages;
         if overruns && !(left.first && (left.alone || !patient)) {
-            return Some(false);
+            return Windows::OverBudget;
         }
         if !self.fill_windows(seq) {
-            return None;
+            return Windows::NoPages;
         }
         if overruns {
             self.counters.stream_overruns += 1;
@@ -102,7 +108,7 @@ impl Memory {
         left.pages = left.pages.saturating_sub(streamed);
         left.first = false;
         seq.waited = 0;
-        Some(true)
+        Windows::Open
     }
 
     /// Pages of the path that only LOW requests read and that are safe in host memory leave the

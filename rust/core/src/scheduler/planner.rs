@@ -14,7 +14,7 @@ use std::cmp::Reverse;
 use super::SchedulerConfig;
 use super::state::{InFlight, InFlightRow, Request, State};
 use crate::ids::Epoch;
-use crate::memory::{Admission, Admitted, Ask, Demand};
+use crate::memory::{Admission, Admitted, Ask, Demand, Windows};
 use crate::plan::{PlanBuilder, RowInput, SampleInput, StepPlan};
 use crate::request::{FinishReason, Key, PriorityClass};
 use crate::slots::SlotAllocator;
@@ -382,18 +382,18 @@ impl State {
             while let Some(request) = self.running.get_mut(&key) {
                 let opened = self.memory.open_windows(&mut request.seq, &mut left);
                 match opened {
-                    Some(true) => {
+                    Windows::Open => {
                         if !row.decode {
                             budget -= row.tokens;
                         }
                         rows.push(row);
                         break;
                     }
-                    Some(false) => {
+                    Windows::OverBudget => {
                         self.give_up(row);
                         break;
                     }
-                    None => {
+                    Windows::NoPages => {
                         let mut busy = rows.clone();
                         busy.push(row);
                         if !self.close_newest_windows(&busy) {

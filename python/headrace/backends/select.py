@@ -1,0 +1,45 @@
+"""Which device an engine runs on, and the backend that belongs to it."""
+
+import torch
+
+from headrace.backends.base import Backend
+from headrace.backends.cuda.loader import CudaUnavailable, require_gpu
+from headrace.backends.torch_ops import TorchBackend
+from headrace.config import EngineConfig
+from headrace.errors import ConfigError
+
+
+def choose_device(config: EngineConfig) -> torch.device:
+    """Return the device of an engine; "auto" is a GPU that can run the kernels, else the CPU.
+
+    Raises `ConfigError` for a GPU that is not there or cannot run them, or with a host tier.
+    """
+    name = config.device
+    device = torch.device("cpu")
+    if name.startswith("cuda") or (name == "auto" and torch.cuda.is_available()):
+        try:
+            require_gpu()
+            device = torch.device("cuda", int(name.partition(":")[2] or 0))
+        except CudaUnavailable as error:
+            if name != "auto":
+                raise ConfigError(f"device={name!r}: {error}; accepted here is cpu") from error
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if device.index >= count:
+            raise ConfigError(f"device={name!r}: accepted is cuda:0 to cuda:{count - 1}")
+        if config.host_bytes:
+            raise ConfigError(
+                f"host_bytes={config.host_bytes} with device {device}: the host tier copies on the "
+                "CPU only so far; accepted is 0"
+            )
+    return device
+
+
+def make_backend(device: torch.device, *, deterministic: bool) -> Backend:
+    """Return the backend of a device. Raises `ConfigError` if it cannot be made."""
+    if device.type != "cuda":
+        return TorchBackend(device, deterministic=deterministic)
+    from headrace.backends.cuda_ops import CudaBackend
+
+    torch.cuda.set_device(device)
+    return CudaBackend(device, deterministic=deterministic)
