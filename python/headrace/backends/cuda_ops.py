@@ -339,7 +339,9 @@ class CudaBackend:
         assert isinstance(tables, torch.Tensor), "tables of the device"
         assert isinstance(lengths, torch.Tensor), "lengths on the device"
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self._kernels(kv).attention_decode(layer, q, tables, lengths, out=out, low=_low(window))
+        self._kernels(kv).attention_decode(
+            layer, q, tables, lengths, out=out, low=_low(window), settled=True
+        )
         return out
 
     def delta_mix_step(
@@ -354,7 +356,8 @@ class CudaBackend:
         slots: torch.Tensor,
     ) -> torch.Tensor:
         """One launch."""
-        return self._deltas()[0].step(qkv, z, b, a, weights, conv, state, slots)
+        step = self._deltas()[0]
+        return step.step(qkv, z, b, a, weights, conv, state, slots, settled=True)
 
     def delta_gates(
         self, b: torch.Tensor, a: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor

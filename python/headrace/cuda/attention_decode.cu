@@ -109,12 +109,13 @@ DEVICE void list_rows(Row* list, const int* lengths, int rows, int capacity) {
 
 // q: [rows, kv_heads * group, D], strides in elements, D contiguous, dtype `io`.
 // Planes: contiguous [.., page_tokens, kv_heads, row]. table, k0: see `Pages`. lengths: [rows].
-// capacity: most tokens of a row. scale: D^-0.5 * log2(e).
+// capacity: most tokens of a row. scale: D^-0.5 * log2(e). settled: all but the last token of a row may
+// be read before the kernel ahead has ended.
 template <int DT, int FMT, int D, class Warp, int SCORES>
 DEVICE void decode(const void* q, i64 q_row, i64 q_head, int io, const u8* k_codes,
                    const u16* k_scales, const u8* v_codes, const u16* v_scales, const Pages& pages,
                    const int* lengths, int rows, int kv_heads, int group, int capacity, float scale,
-                   bool rotated, const Scratch& scratch) {
+                   bool rotated, bool settled, const Scratch& scratch) {
     using R = Ring<DT, FMT, D>;
     using S = Shared<DT, FMT, D, Warp>;
     constexpr int W = D / 32;
@@ -131,9 +132,13 @@ DEVICE void decode(const void* q, i64 q_row, i64 q_head, int io, const u8* k_cod
     u8* ring = shared + warp * R::BYTES;
     u32 ring_address = shared_address(ring);
 
+    next_kernel_may_start();
     list_rows(list, lengths, rows, capacity);
     int items = list[rows].start * kv_heads;
-    if (blockIdx.x >= items) return;
+    if (blockIdx.x >= items) {
+        previous_kernel_ended();
+        return;
+    }
 
     Work work = work_at(blockIdx.x, list, rows, kv_heads);
     int mine;   // tiles of this warp
@@ -194,8 +199,13 @@ DEVICE void decode(const void* q, i64 q_row, i64 q_head, int io, const u8* k_cod
         if (rotated) rotate<D>(x, lane);
         Warp::write_queries(queries, factors, warp, x, scale, lane);
     };
+    // The kernel ahead writes the queries, and K and V of the last token of a row alone.
+    u32 entry = entry_of(work);
+    bool written = settled && work.split + 1 < work.splits;
+    if (written) start_item(entry);
+    previous_kernel_ended();
     load_queries();
-    start_item(entry_of(work));
+    if (!written) start_item(entry);
     int next = blockIdx.x + gridDim.x;
 
     while (true) {
@@ -298,19 +308,19 @@ __global__ void __launch_bounds__(MERGE_THREADS)
     __shared__ float4 parts[PARTS][COLUMNS];
     __shared__ float warp_values[2][MERGE_THREADS / 32];
     int head = blockIdx.x, row = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    next_kernel_may_start();
+    int splits = split_count(min(max(lengths[row], 0), capacity));
+    previous_kernel_ended();
     if (head == 0 && row == 0 && threadIdx.x == 0) *drawn = 0u;
     i64 first = (i64(row) * kv_heads + head / group) * max_splits * group + head % group;
     const float2* states = reinterpret_cast<const float2*>(sums) + first;
-    // Before the length is known: one round trip less.
     float2 own = {MINUS_INFINITY, 0.0f};
-    if (threadIdx.x < max_splits) own = states[i64(threadIdx.x) * group];
-    int splits = split_count(min(max(lengths[row], 0), capacity));
-    if (threadIdx.x >= splits) own = float2{MINUS_INFINITY, 0.0f};
+    if (threadIdx.x < splits) own = fresh(states + i64(threadIdx.x) * group);
 
     float top = own.x;
 #pragma unroll 1
     for (int e = threadIdx.x + MERGE_THREADS; e < splits; e += MERGE_THREADS) {
-        top = fmaxf(top, states[i64(e) * group].x);
+        top = fmaxf(top, fresh(states + i64(e) * group).x);
     }
     top = group_max<32>(top);
     if (lane == 0) warp_values[0][warp] = top;
@@ -321,7 +331,7 @@ __global__ void __launch_bounds__(MERGE_THREADS)
     if (threadIdx.x < splits) weights[threadIdx.x] = weight;
 #pragma unroll 1
     for (int e = threadIdx.x + MERGE_THREADS; e < splits; e += MERGE_THREADS) {
-        float2 other = states[i64(e) * group];
+        float2 other = fresh(states + i64(e) * group);
         weight = exp2_fast(other.x - top);
         weights[e] = weight;
         sum += weight * other.y;
@@ -341,7 +351,7 @@ __global__ void __launch_bounds__(MERGE_THREADS)
     float4 total = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll 8
     for (int e = from; e < to; ++e) {
-        float4 value = source[e * step];
+        float4 value = fresh(source + e * step);
         float factor = weights[e];
         total.x = fmaf(factor, value.x, total.x);
         total.y = fmaf(factor, value.y, total.y);
@@ -373,12 +383,12 @@ __global__ void __launch_bounds__(MERGE_THREADS)
     const void *q, i64 q_row, i64 q_head, int io, const u8 *k_codes, const u16 *k_scales,          \
         const u8 *v_codes, const u16 *v_scales, const u32 *table, int max_pages, int page_tokens,  \
         u32 layer, u32 pool_pages, u32 window, const u32 *k0, const int *lengths, int rows,        \
-        int kv_heads, int group, int capacity, float scale, int rotated, float *partial_outputs,   \
-        float *partial_sums, u32 *drawn, int max_splits
+        int kv_heads, int group, int capacity, float scale, int rotated, int settled,              \
+        float *partial_outputs, float *partial_sums, u32 *drawn, int max_splits
 #define ARGUMENTS                                                                                  \
     q, q_row, q_head, io, k_codes, k_scales, v_codes, v_scales,                                    \
         pages_of(table, max_pages, page_tokens, layer, pool_pages, window, k0), lengths, rows,     \
-        kv_heads, group, capacity, scale, rotated != 0,                                            \
+        kv_heads, group, capacity, scale, rotated != 0, settled != 0,                              \
         Scratch { partial_outputs, partial_sums, drawn, max_splits }
 
 // K and V of 16, 8 or 4 bits.

@@ -19,8 +19,11 @@
 // The value heads of a key head read the same convolution state. It is moved on by one CTA once the
 // barrier of the cluster says that all have read it.
 //
+// settled: both states were there before a step that did not start early, and may be read at once.
+//
 // -D at load: ELEMENT (0 bf16, 1 fp16, 2 fp32), DK, DV (multiples of 32), GROUP (value heads of a key
 // head), SPLIT, WARPS, CTAS (on one multiprocessor at least); GROUP * SPLIT <= 8, DV / SPLIT a multiple of 4 WARPS, at most 32 WARPS.
+#include "early.cuh"
 #include "element.cuh"
 
 #ifndef DK
@@ -71,12 +74,11 @@ struct Channel {
     float4 taps;
 };
 
-__device__ __forceinline__ Channel read_channel(const Element* conv, const Element* x,
-                                                const float* taps, long long c) {
+// All but x.
+__device__ __forceinline__ Channel read_channel(const Element* conv, const float* taps, long long c) {
     Channel channel;
 #pragma unroll
-    for (int i = 0; i < 3; ++i) channel.history[i] = conv[c * 3 + i];
-    channel.x = x[c];
+    for (int i = 0; i < 3; ++i) channel.history[i] = fresh(conv + c * 3 + i);
     channel.taps = __ldg(reinterpret_cast<const float4*>(taps) + c);
     return channel;
 }
@@ -92,9 +94,9 @@ __device__ __forceinline__ float convolved(const Channel& channel) {
 
 // Reads again what a thread would otherwise have to keep in registers.
 __device__ __forceinline__ void move_on(Element* conv, const Element* x, long long c) {
-    conv[c * 3] = conv[c * 3 + 1];
-    conv[c * 3 + 1] = conv[c * 3 + 2];
-    conv[c * 3 + 2] = x[c];
+    conv[c * 3] = fresh(conv + c * 3 + 1);
+    conv[c * 3 + 1] = fresh(conv + c * 3 + 2);
+    conv[c * 3 + 2] = fresh(x + c);
 }
 
 __device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
@@ -121,14 +123,13 @@ extern "C" __global__ void __cluster_dims__(GROUP* SPLIT, 1, 1) __launch_bounds_
                const Element* b, const Element* a, long long gate_stride, const float* taps,
                const float* a_log, const float* dt_bias, const Element* weight, float eps,
                Element* conv, float* state, const long long* slots, Element* out,
-               long long out_stride) {
+               long long out_stride, int settled) {
     constexpr int kChannels = 2 * DK + kRows;
     constexpr int kTurns = (kChannels + kThreads - 1) / kThreads;
     __shared__ __align__(16) float qkv_of[kChannels];
     __shared__ float o_of[DV];
     __shared__ float beta, decay;
-    // The product after this one may fetch its weights meanwhile; it waits for the end of this.
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    next_kernel_may_start();
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int member = blockIdx.x / SPLIT, slice = blockIdx.x % SPLIT;
     const int key_heads = gridDim.y, key_head = blockIdx.y, value_heads = key_heads * GROUP;
@@ -137,6 +138,7 @@ extern "C" __global__ void __cluster_dims__(GROUP* SPLIT, 1, 1) __launch_bounds_
     const long long slot = slots[row];
     Element* result = out + row * out_stride + head * DV + slice * kRows;
     if (slot < 0) {
+        previous_kernel_ended();
         for (int i = threadIdx.x; i < kRows; i += kThreads) result[i] = narrow(0.0f);
         return;  // all CTAs of a cluster have the same row
     }
@@ -151,23 +153,14 @@ extern "C" __global__ void __cluster_dims__(GROUP* SPLIT, 1, 1) __launch_bounds_
         if (i < 2 * DK) return key_size - DK + key_head * DK + i;
         return 2 * key_size + head * DV + slice * kRows + i - 2 * DK;
     };
+    // What carries over from earlier steps is asked for while the projections still run.
+    if (!settled) previous_kernel_ended();
     Channel channel[kTurns];
 #pragma unroll
     for (int turn = 0; turn < kTurns; ++turn) {
         const int i = turn * kThreads + threadIdx.x;
-        if (i < kChannels) channel[turn] = read_channel(histories, x, taps, channel_at(i));
+        if (i < kChannels) channel[turn] = read_channel(histories, taps, channel_at(i));
     }
-    float write_gate = 0.0f, decay_gate = 0.0f, rate = 0.0f, bias = 0.0f;
-    if (threadIdx.x == kThreads - 1) {
-        write_gate = widen(b[row * gate_stride + head]);
-        decay_gate = widen(a[row * gate_stride + head]);
-        rate = a_log[head];
-        bias = dt_bias[head];
-    }
-    const int mine = min(static_cast<int>(threadIdx.x), kRows - 1);  // the output of this thread
-    const float gate = widen(z[row * z_stride + head * DV + slice * kRows + mine]);
-    const float factor_of_norm = widen(weight[slice * kRows + mine]);
-
     const int local = warp * (4 * kBatches) + (lane >> 3);  // its rows are local + 4 * batch
     float* matrix = state + ((slot * value_heads + head) * DV + slice * kRows) * DK;
     float4 s[kBatches][kVectors];
@@ -177,6 +170,25 @@ extern "C" __global__ void __cluster_dims__(GROUP* SPLIT, 1, 1) __launch_bounds_
         for (int i = 0; i < kVectors; ++i)
             s[batch][i] = __ldcs(reinterpret_cast<const float4*>(matrix + (local + 4 * batch) * DK) +
                                  i * kLanes + (lane & 7));
+    const int mine = min(static_cast<int>(threadIdx.x), kRows - 1);  // the output of this thread
+    const float factor_of_norm = widen(weight[slice * kRows + mine]);
+    float write_gate = 0.0f, decay_gate = 0.0f, rate = 0.0f, bias = 0.0f;
+    if (threadIdx.x == kThreads - 1) {
+        rate = a_log[head];
+        bias = dt_bias[head];
+    }
+
+    previous_kernel_ended();
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+        const int i = turn * kThreads + threadIdx.x;
+        if (i < kChannels) channel[turn].x = fresh(x + channel_at(i));
+    }
+    if (threadIdx.x == kThreads - 1) {
+        write_gate = widen(fresh(b + row * gate_stride + head));
+        decay_gate = widen(fresh(a + row * gate_stride + head));
+    }
+    const float gate = widen(fresh(z + row * z_stride + head * DV + slice * kRows + mine));
 
 #pragma unroll
     for (int turn = 0; turn < kTurns; ++turn) {

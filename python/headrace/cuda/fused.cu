@@ -4,6 +4,7 @@
 // order that depends on the width only. Widths and strides are multiples of 16 bytes.
 //
 // -D at load: ELEMENT (0 bf16, 1 fp16, 2 fp32).
+#include "early.cuh"
 #include "element.cuh"
 
 namespace {
@@ -17,7 +18,7 @@ union Vector {
 
 __device__ __forceinline__ Vector read(const Element* p) {
     Vector v;
-    v.bytes = *reinterpret_cast<const uint4*>(p);
+    v.bytes = fresh(reinterpret_cast<const uint4*>(p));
     return v;
 }
 
@@ -37,11 +38,9 @@ __device__ __forceinline__ float block_sum(float x) {
     return total;
 }
 
-// The kernel after this one may start to fetch what nobody writes, and nothing here is read or written
-// before the kernel ahead has ended; without an early launch both mean nothing.
 __device__ __forceinline__ void take_turn() {
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    next_kernel_may_start();
+    previous_kernel_ended();
 }
 
 constexpr int kPasses = 4;  // vectors of one thread

@@ -192,7 +192,7 @@ __device__ __forceinline__ void store(const Output& o, int m, int n, float value
     static_cast<float*>(o.out)[m * o.stride + n] = value;
 #else
 #if EPILOGUE == 1
-    value = widen(o.residual[m * o.residual_stride + n]) + rounded(value);
+    value = widen(fresh(o.residual + m * o.residual_stride + n)) + rounded(value);
 #endif
     static_cast<Element*>(o.out)[m * o.stride + n] = narrow(value);
 #endif

@@ -1,6 +1,7 @@
 // Pieces of the skinny matrix products: the copy engine and its barriers, tensor core products, e4m3.
 #pragma once
 
+#include "early.cuh"
 #include "element.cuh"
 
 // What the driver encodes for the copy engine; cuda.h has it under the same name.
@@ -63,15 +64,6 @@ __device__ __forceinline__ unsigned long long evict_last() {
     unsigned long long policy;
     asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
     return policy;
-}
-
-// Both do nothing unless the launch allows this kernel, or the next one, to start early.
-__device__ __forceinline__ void next_kernel_may_start() {
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
-__device__ __forceinline__ void previous_kernel_ended() {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 __device__ __forceinline__ uint4 read16(unsigned shared) {

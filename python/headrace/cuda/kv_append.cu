@@ -150,7 +150,7 @@ DEVICE void encode(float (&vector)[1][D / 32], bool is_v, const Planes& planes, 
 template <int N>
 DEVICE void copy_lane(const u8* source, u8* target, int lane) {
     struct alignas(N < 16 ? N : 16) Piece { u32 v[N / 4]; };
-    reinterpret_cast<Piece*>(target)[lane] = reinterpret_cast<const Piece*>(source)[lane];
+    reinterpret_cast<Piece*>(target)[lane] = fresh(reinterpret_cast<const Piece*>(source) + lane);
 }
 
 enum Norm : int { NO_NORM = 0, RMS_NORM = 1, RMS_NORM_WIDE = 2 };
@@ -217,12 +217,16 @@ __global__ void __launch_bounds__(32 * WARPS)
               i64 page_limit, i64 page_tokens, u8* k_codes, u16* k_scales, u8* v_codes,
               u16* v_scales, int rotated) {
     constexpr int W = D / 32;
+    next_kernel_may_start();
     int lane = threadIdx.x % 32;
-    int vectors = q_heads + 2 * kv_heads;
-    i64 index = i64(blockIdx.x) * WARPS + threadIdx.x / 32;
-    if (index >= i64(tokens) * vectors) return;
+    u32 vectors = q_heads + 2 * kv_heads;
+    // A step has fewer than 2^32 vectors, and a division of 64 bits takes longer than all the rest.
+    u32 index = blockIdx.x * WARPS + threadIdx.x / 32;
     int token = int(index / vectors), vector = int(index % vectors);
-    i64 page = index_at(pages, token, wide), offset = index_at(offsets, token, wide);
+    bool live = token < tokens;
+    i64 page = live ? index_at(pages, token, wide) : -1;
+    i64 offset = live ? index_at(offsets, token, wide) : -1;
+    previous_kernel_ended();
     if (page < 0 || page >= page_limit || offset < 0 || offset >= page_tokens) return;
 
     bool is_q = vector < q_heads, is_v = vector >= q_heads + kv_heads;

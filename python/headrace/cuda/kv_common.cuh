@@ -9,6 +9,8 @@
 // No CUDA header is needed, which makes NVRTC several times as fast.
 #pragma once
 
+#include "early.cuh"
+
 using u8 = unsigned char;
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -110,12 +112,12 @@ template <int DT, int W>
 DEVICE void load_lane(float (&x)[W], const void* source, int lane) {
     if constexpr (DT == F32) {
         struct alignas(W * 4 < 16 ? W * 4 : 16) Piece { float v[W]; };
-        Piece piece = static_cast<const Piece*>(source)[lane];
+        Piece piece = fresh(static_cast<const Piece*>(source) + lane);
 #pragma unroll
         for (int r = 0; r < W; ++r) x[r] = piece.v[r];
     } else {
         struct alignas(W * 2) Piece { u16 v[W]; };
-        Piece piece = static_cast<const Piece*>(source)[lane];
+        Piece piece = fresh(static_cast<const Piece*>(source) + lane);
 #pragma unroll
         for (int r = 0; r < W; ++r) {
             x[r] = DT == BF16 ? bf16_to_float(piece.v[r]) : half_to_float(piece.v[r]);
@@ -148,11 +150,11 @@ DEVICE void load_bits(u32 (&bits)[W], const void* source, int dtype, int lane) {
     struct alignas(W * 4 < 16 ? W * 4 : 16) Wide { u32 v[W]; };
     struct alignas(W * 2) Narrow { u32 v[W / 2]; };
     if (dtype == F32) {
-        Wide piece = static_cast<const Wide*>(source)[lane];
+        Wide piece = fresh(static_cast<const Wide*>(source) + lane);
 #pragma unroll
         for (int r = 0; r < W; ++r) bits[r] = piece.v[r];
     } else {
-        Narrow piece = static_cast<const Narrow*>(source)[lane];
+        Narrow piece = fresh(static_cast<const Narrow*>(source) + lane);
 #pragma unroll
         for (int r = 0; r < W / 2; ++r) bits[r] = piece.v[r];
     }

@@ -42,9 +42,10 @@ class LinearMixer:
         pool = step.state
         assert pool is not None, "checked by the decoder"
         sizes, rows = self._sizes, step.batch.num_decode
+        # The small product first: the large one fetches weights meanwhile.
+        b, a = self._b_a.forward(x, decode_rows=rows).chunk(2, dim=1)
         projected = self._qkv_z.forward(x, decode_rows=rows)
         qkv, z = torch.split(projected, [sizes.channels, sizes.value_size], dim=1)
-        b, a = self._b_a.forward(x, decode_rows=rows).chunk(2, dim=1)
         parts = []
         if rows:
             parts.append(

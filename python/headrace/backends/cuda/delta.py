@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from headrace.backends.base import DeltaWeights
+from headrace.backends.cuda.early import early_kernel
 from headrace.backends.cuda.gemm import ELEMENTS
 from headrace.backends.cuda.loader import Function, Variant, launch, load
 from headrace.errors import ConfigError
@@ -68,13 +69,16 @@ class DeltaStep:
         state: torch.Tensor,
         slots: torch.Tensor,
         out: torch.Tensor | None = None,
+        *,
+        settled: bool = False,
     ) -> torch.Tensor:
         """`conv_step`, `delta_gates`, `gated_delta_step` and `gated_rms_norm` of a backend.
 
         qkv: `[B, channels]`; z: `[B, Hv * dv]`; b, a: `[B, Hv]` with the same stride; columns
         contiguous, rows strided. conv, state: one layer of each pool, `[slots, channels, 3]` and
         fp32 `[slots, Hv, dv, dk]`; slots: int64 `[B]`, no slot twice, negative for padding.
-        Returns `[B, Hv * dv]`, zeros for padding.
+        settled: both states were written before a copy or kernel that does not start early, see
+        `early`. Returns `[B, Hv * dv]`, zeros for padding.
 
         Raises
         ------
@@ -87,10 +91,10 @@ class DeltaStep:
             out = torch.empty((rows, self._sizes.value_size), dtype=self._dtype, device=qkv.device)
         kernel = self._few if rows <= _FEW_ROWS else self._many
         if rows:
-            launch(
-                _function(kernel),
+            device = torch.cuda.current_device()
+            early_kernel(kernel.source, "delta_step", 0, device).launch(
                 (kernel.group * kernel.split, self._sizes.key_heads, rows),
-                (32 * kernel.warps,),
+                32 * kernel.warps,
                 (
                     qkv.data_ptr(),
                     qkv.stride(0),
@@ -103,12 +107,13 @@ class DeltaStep:
                     weights.a_log.data_ptr(),
                     weights.dt_bias.data_ptr(),
                     weights.norm.data_ptr(),
-                    np.float32(weights.eps),
+                    np.float32(weights.eps).tobytes(),
                     conv.data_ptr(),
                     state.data_ptr(),
                     slots.data_ptr(),
                     out.data_ptr(),
                     out.stride(0),
+                    int(settled),
                 ),
             )
         return out
@@ -363,13 +368,6 @@ def _prefill_functions(kernel: _PrefillKernel) -> tuple[Function, Function]:
         module.function("delta_chunks", shared=parallel),
         module.function("delta_states", shared=serial),
     )
-
-
-@functools.cache
-def _function(kernel: _Kernel) -> Function:
-    source = kernel.source
-    module = load(source.file, names=source.names, defines=dict(source.defines))
-    return module.function("delta_step")
 
 
 # Narrow heads leave both numbers of warps the same program.

@@ -5,14 +5,12 @@ come in the same places. Each starts while the kernel ahead of it ends, see `ear
 locks.
 """
 
-import functools
-
 import numpy as np
 import torch
 
-from headrace.backends.cuda.early import EarlyKernel
-from headrace.backends.cuda.gemm import ELEMENTS, KERNEL_CACHE
-from headrace.backends.cuda.loader import Variant, cached_cubin, require_gpu
+from headrace.backends.cuda.early import early_kernel
+from headrace.backends.cuda.gemm import ELEMENTS
+from headrace.backends.cuda.loader import Variant
 from headrace.errors import ConfigError
 
 _NAMES = ("rms_norm", "rms_norm_wide", "silu_mul", "sigmoid_gate", "embed")
@@ -157,7 +155,7 @@ def _norm(
         _launch(
             x.dtype,
             name,
-            rows,
+            (rows,),
             threads,
             (
                 x.data_ptr(),
@@ -201,18 +199,12 @@ def _source(dtype: torch.dtype) -> Variant:
 def _launch(
     dtype: torch.dtype,
     name: str,
-    grid: int | tuple[int, int],
+    grid: tuple[int, ...],
     block: int,
     args: tuple[int | bytes, ...],
 ) -> None:
-    _kernel(dtype, name, torch.cuda.current_device()).launch(grid, block, args)
-
-
-@functools.cache
-def _kernel(dtype: torch.dtype, name: str, _device: int) -> EarlyKernel:
-    require_gpu()
-    path, symbols = cached_cubin(_source(dtype), KERNEL_CACHE)
-    return EarlyKernel(path.read_bytes(), symbols[name], 0)
+    kernel = early_kernel(_source(dtype), name, 0, torch.cuda.current_device())
+    kernel.launch(grid, block, args)
 
 
 VARIANTS = tuple(_source(dtype) for dtype in ELEMENTS)

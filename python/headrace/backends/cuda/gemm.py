@@ -12,21 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.backends.cuda.early import EarlyKernel
-from headrace.backends.cuda.loader import (
-    Function,
-    Variant,
-    cached_cubin,
-    launch,
-    load,
-    require_gpu,
-)
+from headrace.backends.cuda.early import early_kernel
+from headrace.backends.cuda.loader import Function, Variant, launch, load
 from headrace.backends.cuda.tensor_map import matrix_map, rows_map
 from headrace.errors import ConfigError
 from headrace.layers.block_fp8 import BlockFp8Weight
@@ -36,7 +28,6 @@ ELEMENTS: Mapping[torch.dtype, int] = {torch.bfloat16: 0, torch.float16: 1, torc
 
 # Rows of one launch; more rows are launches of so many each.
 MAX_ROWS = 16
-KERNEL_CACHE = Path.home() / ".cache" / "headrace" / "kernels"
 _BOX_COLUMN_BYTES = 1024  # of x, the widest box there is
 _MOST_ROW_MAPS = 4096
 # Bytes one CTA of an sm_90 device may have, less 1 KiB for what is not dynamic.
@@ -272,8 +263,9 @@ class SkinnyGemm:
             0 if scales is None else scales.shape[1],
         )
         if self._early:
-            kernel = _early_function(variant)
-            kernel.launch(grid, tiling.threads, (w_map.tobytes(), x_map.tobytes(), *args))
+            device = torch.cuda.current_device()
+            kernel = early_kernel(variant.source, "gemm_skinny", variant.shared_bytes, device)
+            kernel.launch((grid,), tiling.threads, (w_map.tobytes(), x_map.tobytes(), *args))
             return
         block = (tiling.threads,)
         launch(_function(variant), (grid,), block, (w_map, x_map, *args), variant.shared_bytes)
@@ -362,13 +354,6 @@ def _function(variant: GemmVariant) -> Function:
     source = variant.source
     module = load(source.file, names=source.names, defines=dict(source.defines))
     return module.function("gemm_skinny", shared=variant.shared_bytes)
-
-
-@functools.cache
-def _early_function(variant: GemmVariant) -> EarlyKernel:
-    require_gpu()
-    path, symbols = cached_cubin(variant.source, KERNEL_CACHE)
-    return EarlyKernel(path.read_bytes(), symbols["gemm_skinny"], variant.shared_bytes)
 
 
 def _variants() -> tuple[Variant, ...]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from headrace.backends.cuda.early import early_kernel
 from headrace.backends.cuda.loader import Function, launch, load_variant
 from headrace.backends.cuda.nvrtc import Variant
 from headrace.errors import ConfigError
@@ -28,6 +29,7 @@ MAX_CONTEXT = 1_048_576  # what the weights of a merge have shared memory for
 TILE_TOKENS = 16  # a tile must lie in one page
 _F32_GROUPS = (4, 8)
 _APPEND_WARPS = 4
+_MAX_VECTORS = 2**32 - _APPEND_WARPS  # the kernel numbers them in 32 bits
 _GATHER_WARPS, _GATHER_RUN = 4, 4
 _MERGE_THREADS = 256
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -175,7 +177,8 @@ class KVKernels:
         self._max_splits = max_splits(max_context)
         kind = _kind(layout.kv_format)
         variant = _append_variant(_DTYPES[self._dtype], kind, self._head_dim)
-        self._append = load_variant(variant).function(variant.names[0])
+        device = torch.cuda.current_device()
+        self._append = early_kernel(variant, variant.names[0], 0, device)
         self._gathers: dict[torch.dtype, Function] = {}
         self._load_attention(kind)
         self._allocate_scratch()
@@ -233,6 +236,8 @@ class KVKernels:
         q_heads = 0 if q is None else q.shape[1]
         if tokens == 0:
             return
+        if tokens * (q_heads + 2 * self._kv_heads) > _MAX_VECTORS:
+            raise ConfigError(f"append: {tokens} tokens are more than one launch can number")
         assert pages.dtype == offsets.dtype == positions.dtype, "indices have one dtype"
         assert all(x.is_contiguous() for x in (pages, offsets, positions)), "indices are dense"
         queries = (0, 0, 0) if q is None else self._vectors("q", q)
@@ -243,10 +248,9 @@ class KVKernels:
                 f"rotary_dim={2 * half}: the kernels accept multiples of {self._head_dim // 16} up "
                 f"to head_dim {self._head_dim}"
             )
-        launch(
-            self._append,
+        self._append.launch(
             (-(-tokens * (q_heads + 2 * self._kv_heads) // _APPEND_WARPS),),
-            (32 * _APPEND_WARPS,),
+            32 * _APPEND_WARPS,
             (
                 *queries,
                 *outputs,
@@ -258,7 +262,7 @@ class KVKernels:
                 0 if norm is None else norm.q.data_ptr(),
                 0 if norm is None else norm.k.data_ptr(),
                 0 if norm is None else 2 if norm.wide else 1,
-                np.float32(0.0 if norm is None else norm.eps),
+                np.float32(0.0 if norm is None else norm.eps).tobytes(),
                 0 if rotary is None else rotary.cos.data_ptr(),
                 0 if rotary is None else rotary.sin.data_ptr(),
                 positions.data_ptr(),
@@ -283,22 +287,23 @@ class KVKernels:
         *,
         out: torch.Tensor,
         low: LowWindow | None = None,
+        settled: bool = False,
     ) -> None:
         """Attention of one new token a row over the first `lengths[b]` tokens of its pages.
 
         q, out: `[B, query_heads, head_dim]` in the model dtype, B up to `max_rows`. table: int32
         `[B, max_pages]`; lengths: int32 `[B]`. A row of length 0 gets zeros, and neither its q nor
-        its pages are read. The bits of a row depend on that row alone.
+        its pages are read. The bits of a row depend on that row alone. settled: all but the last
+        token of a row was there before a copy or kernel that does not start early, see `early`.
         """
         rows = q.shape[0]
         assert rows <= self.max_rows, "rows fit the scratch"
         assert q.dtype == out.dtype, "one dtype goes in and out"
         assert out.stride(-1) == 1, "heads are contiguous"
         capacity = min(self.max_context, table.shape[1] * self.pool.page_tokens)
-        launch(
-            self._attention,
+        self._attention.launch(
             (min(self._resident, rows * self._kv_heads * self._max_splits),),
-            (128,),
+            128,
             (
                 *self._rows("q", q),
                 _DTYPE_CODES[q.dtype],
@@ -311,18 +316,18 @@ class KVKernels:
                 capacity,
                 self._score_scale,
                 self._rotated,
+                int(settled),
                 self._outputs.data_ptr(),
                 self._sums.data_ptr(),
                 self._drawn.data_ptr(),
                 self._max_splits,
             ),
-            self._shared_bytes + 8 * (rows + 1),
+            shared=self._shared_bytes + 8 * (rows + 1),
         )
         # Also for rows of one split: it applies the sums, and sets the counter back.
-        launch(
-            self._merge,
+        self._merge.launch(
             (self._kv_heads * self.group, rows),
-            (_MERGE_THREADS,),
+            _MERGE_THREADS,
             (
                 self._outputs.data_ptr(),
                 self._sums.data_ptr(),
@@ -435,11 +440,11 @@ class KVKernels:
         self._shared_bytes, ctas = told.tolist()
         properties = torch.cuda.get_device_properties(self.pool.device)
         self._resident = properties.multi_processor_count * ctas
-        self._attention = module.function(
-            kernel, shared=self._shared_bytes + 8 * (self.max_rows + 1)
-        )
-        self._merge = module.function(merge)
-        self._score_scale = np.float32(math.log2(math.e) / math.sqrt(self._head_dim))
+        device = torch.cuda.current_device()
+        most_shared = self._shared_bytes + 8 * (self.max_rows + 1)
+        self._attention = early_kernel(variant, kernel, most_shared, device)
+        self._merge = early_kernel(variant, merge, 0, device)
+        self._score_scale = np.float32(math.log2(math.e) / math.sqrt(self._head_dim)).tobytes()
 
     def _allocate_scratch(self) -> None:
         pairs = self.max_rows * self._kv_heads

@@ -100,12 +100,13 @@ def load_variant(variant: Variant, *, cache: Path | None = None) -> KernelModule
 
 @functools.cache
 def _loaded(variant: Variant, _device: int, cache: Path | None) -> KernelModule:
-    path, symbols = cached_cubin(variant, cache or Path.home() / ".cache" / "headrace" / "kernels")
+    path, symbols = cached_cubin(variant, cache)
     return KernelModule(_cupy().RawModule(path=str(path)), symbols)
 
 
-def cached_cubin(variant: Variant, folder: Path) -> tuple[Path, dict[str, str]]:
+def cached_cubin(variant: Variant, folder: Path | None = None) -> tuple[Path, dict[str, str]]:
     """Path of the machine code in the cache and symbols by name; needs no GPU. Raises as `load`."""
+    folder = folder or Path.home() / ".cache" / "headrace" / "kernels"
     source = read_source(variant.file)
     key = json.dumps([nvrtc_version(), variant.flags, variant.names, source]).encode()
     stem = f"{Path(variant.file).stem}-{hashlib.sha256(key).hexdigest()[:32]}"
