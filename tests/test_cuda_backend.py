@@ -93,17 +93,28 @@ def test_blocks_cover_all_rows(sizes):
 
 
 def test_sizes_with_other_bits_are_left_out(monkeypatch):
-    """A product that adds in another order from 4096 rows on, and one whose places differ."""
+    """Another order from 4096 rows on, other bits at some places, others with a residual."""
 
-    def product(x, weight):
+    def product(x, weight, residual):
         out = x.double() @ weight.double().T
         rows = torch.arange(len(x))[:, None]
-        return out + (len(x) >= 4096) + (len(x) == 256) * (rows > 128)
+        out = out + (len(x) >= 4096) + (len(x) == 256) * (rows > 128)
+        return out if residual is None else residual + out + (len(x) == 512)
 
     monkeypatch.setattr(many_rows, "_product", product)
     weight = torch.randint(-8, 8, (8, 32)).float()  # exact in any order
-    assert many_rows.ManyRows(fixed=True).probe(weight) == (64, 128, 512, 1024, 2048)
+    assert many_rows.ManyRows(fixed=True).probe(weight) == (64, 128, 1024, 2048)
     assert many_rows.ManyRows(fixed=False).probe(weight) == many_rows.SIZES
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_blocks_are_added_to_the_residual_in_its_own_memory(fixed):
+    weight = torch.randint(-8, 8, (8, 32)).float()
+    x, residual = torch.randint(-8, 8, (2300, 32)).float(), torch.randint(-8, 8, (2300, 8)).float()
+    expected = residual + x @ weight.T  # exact in any order
+    out = many_rows.ManyRows(fixed=fixed).linear(x, weight, residual)
+    assert out.data_ptr() == residual.data_ptr()
+    assert torch.equal(out, expected)
 
 
 def test_quantise_takes_the_largest_value_of_each_block():

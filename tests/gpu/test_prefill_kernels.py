@@ -87,6 +87,12 @@ def test_products_of_many_rows(kind):
     poisoned = x.clone()
     poisoned[100:] = torch.nan
     assert torch.equal(products.linear(poisoned, weight)[:100], out[:100])
+    residual = noise(1500, rows, dtype=BF16, seed=2)
+    added = products.linear(x, weight, residual.clone())
+    assert relative(added, residual.double() + x.double() @ exact.T) < 0.04
+    for first, last in ((0, 1), (3, 700), (1024, 1500)):
+        part = products.linear(x[first:last], weight, residual[first:last].clone())
+        assert torch.equal(part, added[first:last])
 
 
 def test_which_sizes_of_a_block_have_the_same_bits(capsys):

@@ -201,9 +201,7 @@ class CudaBackend:
     def _library(
         self, x: torch.Tensor, weight: Weight, residual: torch.Tensor | None, wide: bool
     ) -> torch.Tensor:
-        out = self._many.linear(x, weight)
-        if residual is not None:
-            out = residual.add_(out)
+        out = self._many.linear(x, weight, residual)
         return out.float() if wide else out
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -61,21 +61,32 @@ class ManyRows:
             self._sizes[key] = _equal_sizes(weight, dtype) if self._fixed else SIZES
         return self._sizes[key]
 
-    def linear(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
-        """`x [rows, in]` times `weight [out, in]` -> `[rows, out]` in the dtype of x."""
+    def linear(
+        self, x: torch.Tensor, weight: Weight, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`x [rows, in]` times `weight [out, in]` -> `[rows, out]` in the dtype of x.
+
+        residual: `[rows, out]`, added; it becomes the result.
+        """
         rows = x.shape[0]
         if not self._fixed and not isinstance(weight, BlockFp8Weight):
-            return F.linear(x, weight)
+            return _product(x, weight, residual)
         blocks = cut(rows, self.probe(weight))
         if blocks == [(rows, rows)]:
-            return _product(x, weight)
-        out = torch.empty((rows, weight.shape[0]), dtype=x.dtype, device=x.device)
+            return _product(x, weight, residual)
+        out = residual
+        if out is None:
+            out = torch.empty((rows, weight.shape[0]), dtype=x.dtype, device=x.device)
         first = 0
         for size, used in blocks:
-            block = x[first : first + used]
+            part = slice(first, first + used)
+            block, addend = x[part], None if residual is None else residual[part]
             if used < size:
-                block = F.pad(block, (0, 0, 0, size - used))
-            out[first : first + used] = _product(block, weight)[:used]
+                block = _padded(block, size)
+                addend = None if addend is None else _padded(addend, size)
+            product = _product(block, weight, addend)
+            if residual is None or used < size:
+                out[part] = product[:used]
             first += used
         return out
 
@@ -86,33 +97,51 @@ def takes_codes(weight: BlockFp8Weight) -> bool:
     return rows % BLOCK == 0 and columns % (4 * BLOCK) == 0
 
 
-def _product(x: torch.Tensor, weight: Weight) -> torch.Tensor:
-    if isinstance(weight, torch.Tensor):
-        return F.linear(x, weight)
-    if not takes_codes(weight):
-        return F.linear(x, weight.dequantise(x.dtype))
-    codes, scales = quantise_rows(x)
-    return F.scaled_mm(
-        codes,
-        weight.codes.t(),
-        scales,
-        ScalingType.BlockWise1x128,
-        weight.scales.t(),
-        ScalingType.BlockWise128x128,
-        output_dtype=x.dtype,
-    )
+def _padded(rows: torch.Tensor, size: int) -> torch.Tensor:
+    return F.pad(rows, (0, 0, 0, size - rows.shape[0]))
+
+
+def _product(x: torch.Tensor, weight: Weight, residual: torch.Tensor | None) -> torch.Tensor:
+    """The product, added to the residual in place if there is one."""
+    if isinstance(weight, BlockFp8Weight) and takes_codes(weight):
+        codes, scales = quantise_rows(x)
+        out = F.scaled_mm(
+            codes,
+            weight.codes.t(),
+            scales,
+            ScalingType.BlockWise1x128,
+            weight.scales.t(),
+            ScalingType.BlockWise128x128,
+            output_dtype=x.dtype,
+        )
+        return out if residual is None else residual.add_(out)
+    matrix = weight.dequantise(x.dtype) if isinstance(weight, BlockFp8Weight) else weight
+    if residual is None:
+        return F.linear(x, matrix)
+    # In the epilogue of the product: a launch and two passes over the rows less, one rounding less.
+    return residual.addmm_(x, matrix.t())
 
 
 def _equal_sizes(weight: Weight, dtype: torch.dtype) -> tuple[int, ...]:
     device = weight.codes.device if isinstance(weight, BlockFp8Weight) else weight.device
     generator = torch.Generator(device).manual_seed(0)
     columns = weight.shape[1]
-    rows = torch.randn((_PROBE_ROWS, columns), generator=generator, device=device).to(dtype)
-    expected = _product(rows.repeat(_CHOSEN // _PROBE_ROWS, 1), weight)[:_PROBE_ROWS]
+    rows, addend = (
+        torch.randn((_PROBE_ROWS, width), generator=generator, device=device).to(dtype)
+        for width in (columns, weight.shape[0])
+    )
+
+    def products(size: int) -> list[torch.Tensor]:
+        x, residual = (part.repeat(size // _PROBE_ROWS, 1) for part in (rows, addend))
+        return [_product(x, weight, None), _product(x, weight, residual)]
+
+    expected = [out[:_PROBE_ROWS] for out in products(_CHOSEN)]
 
     def equal(size: int) -> bool:
-        out = _product(rows.repeat(size // _PROBE_ROWS, 1), weight)
-        return torch.equal(out, expected.repeat(size // _PROBE_ROWS, 1))
+        return all(
+            torch.equal(out, wanted.repeat(size // _PROBE_ROWS, 1))
+            for out, wanted in zip(products(size), expected, strict=True)
+        )
 
     # If the places of the chosen size itself differ, it stands alone: nothing fixes the bits then.
     return tuple(size for size in SIZES if size == _CHOSEN or equal(size))
