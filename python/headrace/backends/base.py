@@ -197,10 +197,10 @@ class Backend(Protocol):
 
     def delta_mix_step(
         self,
+        x: torch.Tensor,
         qkv: torch.Tensor,
         z: torch.Tensor,
-        b: torch.Tensor,
-        a: torch.Tensor,
+        gates: Sequence[Weight],
         weights: DeltaWeights,
         conv: torch.Tensor,
         state: torch.Tensor,
@@ -208,7 +208,9 @@ class Backend(Protocol):
     ) -> torch.Tensor:
         """A linear layer between its projections, one token a row: `[B, Hv * dv]`.
 
-        `conv_step`, `delta_gates`, `gated_delta_step` and `gated_rms_norm` after one another.
+        x: `[B, hidden]`, the input of the layer's projections; gates: packed weights over x that
+        give b and a side by side, `[B, 2 * Hv]`. Then `conv_step`, `delta_gates`,
+        `gated_delta_step` and `gated_rms_norm` after one another.
         """
         ...
 

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headrace.backends.base import PREFILL_TILE, DeltaWeights, Weight
 from headrace.backends.cuda import fused, prefill
-from headrace.backends.cuda.delta import DeltaPrefill, DeltaStep
+from headrace.backends.cuda.delta import DeltaPrefill, DeltaStep, GateProjection
 from headrace.backends.cuda.gemm import ELEMENTS, MAX_ROWS, SkinnyGemm
 from headrace.backends.cuda.kv import HEAD_DIMS, MAX_GROUP, KVKernels, LowWindow, QKNorm, Rotary
 from headrace.backends.cuda.loader import require_gpu
@@ -344,18 +344,25 @@ class CudaBackend:
 
     def delta_mix_step(
         self,
+        x: torch.Tensor,
         qkv: torch.Tensor,
         z: torch.Tensor,
-        b: torch.Tensor,
-        a: torch.Tensor,
+        gates: Sequence[Weight],
         weights: DeltaWeights,
         conv: torch.Tensor,
         state: torch.Tensor,
         slots: torch.Tensor,
     ) -> torch.Tensor:
-        """One launch."""
-        step = self._deltas()[0]
-        return step.step(qkv, z, b, a, weights, conv, state, slots, settled=True)
+        """One launch, if the gates have one dense matrix."""
+        step, matrix = self._deltas()[0], gates[0]
+        source: GateProjection | tuple[torch.Tensor, torch.Tensor]
+        if len(gates) == 1 and isinstance(matrix, torch.Tensor):
+            source = GateProjection(x, matrix)
+        else:
+            products = [self.linear(x, weight, decode_rows=x.shape[0]) for weight in gates]
+            b, a = torch.cat(products, dim=1).chunk(2, dim=1)
+            source = (b, a)
+        return step.step(qkv, z, source, weights, conv, state, slots, settled=True)
 
     def delta_gates(
         self, b: torch.Tensor, a: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor

@@ -258,16 +258,18 @@ class TorchBackend:
 
     def delta_mix_step(
         self,
+        x: torch.Tensor,
         qkv: torch.Tensor,
         z: torch.Tensor,
-        b: torch.Tensor,
-        a: torch.Tensor,
+        gates: Sequence[Weight],
         weights: DeltaWeights,
         conv: torch.Tensor,
         state: torch.Tensor,
         slots: torch.Tensor,
     ) -> torch.Tensor:
-        """The four operations of a linear layer after one another."""
+        """The operations of a linear layer after one another."""
+        products = [self.linear(x, weight, decode_rows=x.shape[0]) for weight in gates]
+        b, a = torch.cat(products, dim=1).chunk(2, dim=1)
         rows, (value_heads, value_dim, key_dim) = qkv.shape[0], state.shape[1:]
         beta, g = self.delta_gates(b, a, weights.a_log, weights.dt_bias)
         mixed = self.conv_step(qkv, weights.taps, conv, slots)

@@ -11,8 +11,12 @@
 // their outputs through distributed shared memory and each normalises all of them in the same
 // order, so bits do not depend on SPLIT.
 //
+// The gates are given, or are two products of the layer's input, which is cheaper here than as a launch
+// of its own: a matrix of 96 rows keeps six multiprocessors busy for 7 us.
+//
 // Layouts: qkv [rows, 2 Hk dk + Hv dv] (q, k, v) and z [rows, Hv dv] with a row stride, b and a
-// [rows, Hv] with one row stride, taps fp32 [channels, 4], a_log, dt_bias fp32 [Hv], weight [dv], conv
+// [rows, Hv] with one row stride; or hidden [rows, width] with a row stride, in 16-byte pieces, and
+// gate_weights [2 Hv, width], first those of b. taps fp32 [channels, 4], a_log, dt_bias fp32 [Hv], weight [dv], conv
 // state [slots, channels, 3] oldest first, state fp32 [slots, Hv, dv, dk], out [rows, Hv dv]. Value
 // head i reads key head i / (Hv / Hk). A row with a negative slot touches no state; its out is 0.
 //
@@ -56,6 +60,7 @@ constexpr float kL2Eps = 1e-6f;              // part of the model
 static_assert(DK % 32 == 0 && DV % 32 == 0, "a lane has whole vectors");
 static_assert(kRows % (4 * WARPS) == 0 && kBatches > 0, "every warp has the same rows");
 static_assert(kRows <= kThreads, "a thread has one output");
+static_assert(WARPS == 4 || WARPS == 8, "gates are summed in eight jobs");
 
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
@@ -99,6 +104,28 @@ __device__ __forceinline__ void move_on(Element* conv, const Element* x, long lo
     conv[c * 3 + 2] = fresh(x + c);
 }
 
+// Part `part` of four of the product of two rows, in one warp: the same whatever the number of warps.
+constexpr int kPiece = 16 / sizeof(Element);
+constexpr int kParts = 4;
+
+struct Piece {
+    Element values[kPiece];
+};
+
+__device__ __forceinline__ float part_of_product(const Element* x, const Element* weights, int width,
+                                                 int part, int lane) {
+    float sum = 0.0f;
+#pragma unroll 5
+    for (int at = (part * 32 + lane) * kPiece; at < width; at += kParts * 32 * kPiece) {
+        const Piece left = fresh(reinterpret_cast<const Piece*>(x + at));
+        const Piece right = fresh(reinterpret_cast<const Piece*>(weights + at));
+#pragma unroll
+        for (int i = 0; i < kPiece; ++i)
+            sum = fmaf(widen(left.values[i]), widen(right.values[i]), sum);
+    }
+    return warp_sum(sum);
+}
+
 __device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
 __device__ __forceinline__ void store_in_cluster(const float* address, int cta, float value) {
@@ -120,7 +147,8 @@ __device__ __forceinline__ void cluster_wait() {
 
 extern "C" __global__ void __cluster_dims__(GROUP* SPLIT, 1, 1) __launch_bounds__(kThreads, CTAS)
     delta_step(const Element* qkv, long long qkv_stride, const Element* z, long long z_stride,
-               const Element* b, const Element* a, long long gate_stride, const float* taps,
+               const Element* b, const Element* a, long long gate_stride, const Element* hidden,
+               long long hidden_stride, const Element* gate_weights, int width, const float* taps,
                const float* a_log, const float* dt_bias, const Element* weight, float eps,
                Element* conv, float* state, const long long* slots, Element* out,
                long long out_stride, int settled) {
@@ -128,7 +156,7 @@ extern "C" __global__ void __cluster_dims__(GROUP* SPLIT, 1, 1) __launch_bounds_
     constexpr int kTurns = (kChannels + kThreads - 1) / kThreads;
     __shared__ __align__(16) float qkv_of[kChannels];
     __shared__ float o_of[DV];
-    __shared__ float beta, decay;
+    __shared__ float gate_sums[2][kParts];
     next_kernel_may_start();
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int member = blockIdx.x / SPLIT, slice = blockIdx.x % SPLIT;
@@ -153,7 +181,16 @@ extern "C" __global__ void __cluster_dims__(GROUP* SPLIT, 1, 1) __launch_bounds_
         if (i < 2 * DK) return key_size - DK + key_head * DK + i;
         return 2 * key_size + head * DV + slice * kRows + i - 2 * DK;
     };
-    // What carries over from earlier steps is asked for while the projections still run.
+    // What carries over from earlier steps is asked for while the projections still run, and so are the
+    // weights of the gates.
+    const Element* weights_of[2] = {gate_weights + static_cast<long long>(head) * width,
+                                    gate_weights + static_cast<long long>(value_heads + head) * width};
+    if (hidden != nullptr)
+        for (int line = threadIdx.x * 128; line < width * int(sizeof(Element)); line += kThreads * 128)
+#pragma unroll
+            for (int which = 0; which < 2; ++which)
+                asm volatile("prefetch.global.L2 [%0];" ::"l"(
+                    reinterpret_cast<const char*>(weights_of[which]) + line));
     if (!settled) previous_kernel_ended();
     Channel channel[kTurns];
 #pragma unroll
@@ -172,11 +209,7 @@ extern "C" __global__ void __cluster_dims__(GROUP* SPLIT, 1, 1) __launch_bounds_
                                  i * kLanes + (lane & 7));
     const int mine = min(static_cast<int>(threadIdx.x), kRows - 1);  // the output of this thread
     const float factor_of_norm = widen(weight[slice * kRows + mine]);
-    float write_gate = 0.0f, decay_gate = 0.0f, rate = 0.0f, bias = 0.0f;
-    if (threadIdx.x == kThreads - 1) {
-        rate = a_log[head];
-        bias = dt_bias[head];
-    }
+    const float rate = a_log[head], bias = dt_bias[head];
 
     previous_kernel_ended();
 #pragma unroll
@@ -184,7 +217,16 @@ extern "C" __global__ void __cluster_dims__(GROUP* SPLIT, 1, 1) __launch_bounds_
         const int i = turn * kThreads + threadIdx.x;
         if (i < kChannels) channel[turn].x = fresh(x + channel_at(i));
     }
-    if (threadIdx.x == kThreads - 1) {
+    float write_gate = 0.0f, decay_gate = 0.0f;
+    if (hidden != nullptr) {
+#pragma unroll
+        for (int job = warp; job < 2 * kParts; job += WARPS) {
+            const int which = job / kParts, part = job % kParts;
+            const float sum = part_of_product(hidden + row * hidden_stride, weights_of[which], width,
+                                              part, lane);
+            if (lane == 0) gate_sums[which][part] = sum;
+        }
+    } else {
         write_gate = widen(fresh(b + row * gate_stride + head));
         decay_gate = widen(fresh(a + row * gate_stride + head));
     }
@@ -197,13 +239,20 @@ extern "C" __global__ void __cluster_dims__(GROUP* SPLIT, 1, 1) __launch_bounds_
         // Nobody else reads the state of its share of v.
         if (i >= 2 * DK && i < kChannels) move_on(histories, x, channel_at(i));
     }
-    if (threadIdx.x == kThreads - 1) {
-        beta = sigmoid(write_gate);
-        decay = expf(-expf(rate) * softplus(decay_gate + bias));
-    }
     __syncthreads();
     // From here on the convolution state has been read, and everyone runs.
     cluster_arrive();
+    if (hidden != nullptr) {
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+            write_gate += gate_sums[0][part];
+            decay_gate += gate_sums[1][part];
+        }
+        write_gate = rounded(write_gate);
+        decay_gate = rounded(decay_gate);
+    }
+    const float beta = sigmoid(write_gate);
+    const float decay = expf(-expf(rate) * softplus(decay_gate + bias));
 
     // Every warp takes the norms for itself: cheaper than a barrier.
     const float* q_of = qkv_of;

@@ -155,10 +155,10 @@ DEVICE void copy_lane(const u8* source, u8* target, int lane) {
 
 enum Norm : int { NO_NORM = 0, RMS_NORM = 1, RMS_NORM_WIDE = 2 };
 
-// RMS norm of one head. RMS_NORM: cast, then times a weight in the model dtype; RMS_NORM_WIDE:
-// times an fp32 scale, then cast.
+// RMS norm of one head by the weights of this lane. RMS_NORM: cast, then times a weight in the model
+// dtype; RMS_NORM_WIDE: times an fp32 scale, then cast.
 template <int DT, int D>
-DEVICE void normalise(float (&x)[D / 32], const void* weight, int norm, float eps, int lane) {
+DEVICE void normalise(float (&x)[D / 32], const float (&w)[D / 32], int norm, float eps) {
     constexpr int W = D / 32;
     float sum = 0.0f;
 #pragma unroll
@@ -168,37 +168,50 @@ DEVICE void normalise(float (&x)[D / 32], const void* weight, int norm, float ep
         sum += __shfl_xor_sync(FULL_WARP, sum, distance);
     }
     float inverse = __frsqrt_rn(sum / float(D) + eps);
-    float w[W];
-    if (norm == RMS_NORM) {
-        load_lane<DT>(w, weight, lane);
 #pragma unroll
-        for (int r = 0; r < W; ++r) x[r] = round_to<DT>(round_to<DT>(x[r] * inverse) * w[r]);
-    } else {
-        load_lane<F32>(w, weight, lane);
-#pragma unroll
-        for (int r = 0; r < W; ++r) x[r] = round_to<DT>(x[r] * inverse * w[r]);
+    for (int r = 0; r < W; ++r) {
+        float normed = x[r] * inverse;
+        x[r] = round_to<DT>((norm == RMS_NORM ? round_to<DT>(normed) : normed) * w[r]);
     }
 }
 
 // Rotary embedding of dims 0..2*half-1, dim j with dim j + half; half is a multiple of D / 32.
-template <int DT, int D>
-DEVICE void turn(float (&x)[D / 32], const float* cos, const float* sin, i64 position, int half,
-                 int lane) {
-    constexpr int W = D / 32;
-    int lanes = half / W;
-    bool first = lane < lanes, second = !first && lane < 2 * lanes;
-    int partner = first ? lane + lanes : (second ? lane - lanes : lane);
-    i64 entry = position * half + (second ? lane - lanes : lane) * W;
+template <int D>
+struct Turn {
+    static constexpr int W = D / 32;
+    bool first, second;
+    int partner;
+    float cos[W], sin[W];
+
+    DEVICE Turn(const float* cosines, const float* sines, i64 position, int half, int lane) {
+        int lanes = half / W;
+        first = lane < lanes;
+        second = !first && lane < 2 * lanes;
+        partner = first ? lane + lanes : (second ? lane - lanes : lane);
+        if (!first && !second) return;
+        i64 entry = position * half + (second ? lane - lanes : lane) * W;
+        struct alignas(W * 4 < 16 ? W * 4 : 16) Piece { float v[W]; };
+        Piece c = *reinterpret_cast<const Piece*>(cosines + entry);
+        Piece s = *reinterpret_cast<const Piece*>(sines + entry);
 #pragma unroll
-    for (int r = 0; r < W; ++r) {
-        float other = __shfl_sync(FULL_WARP, x[r], partner);
-        if (first || second) {
-            float c = cos[entry + r], s = sin[entry + r];
-            float cross = other * s;
-            x[r] = round_to<DT>(first ? x[r] * c - cross : x[r] * c + cross);
+        for (int r = 0; r < W; ++r) {
+            cos[r] = c.v[r];
+            sin[r] = s.v[r];
         }
     }
-}
+
+    template <int DT>
+    DEVICE void apply(float (&x)[W]) const {
+#pragma unroll
+        for (int r = 0; r < W; ++r) {
+            float other = __shfl_sync(FULL_WARP, x[r], partner);
+            if (first || second) {
+                float cross = other * sin[r];
+                x[r] = round_to<DT>(first ? x[r] * cos[r] - cross : x[r] * cos[r] + cross);
+            }
+        }
+    }
+};
 
 DEVICE i64 index_at(const void* array, int i, int wide) {
     return wide ? static_cast<const i64*>(array)[i] : i64(static_cast<const int*>(array)[i]);
@@ -226,10 +239,18 @@ __global__ void __launch_bounds__(32 * WARPS)
     bool live = token < tokens;
     i64 page = live ? index_at(pages, token, wide) : -1;
     i64 offset = live ? index_at(offsets, token, wide) : -1;
-    previous_kernel_ended();
-    if (page < 0 || page >= page_limit || offset < 0 || offset >= page_tokens) return;
-
+    live = page >= 0 && page < page_limit && offset >= 0 && offset < page_tokens;
     bool is_q = vector < q_heads, is_v = vector >= q_heads + kv_heads;
+    // Everything that no kernel writes, before the wait and before the first use of any of it.
+    float w[W] = {};
+    if (!is_v && norm == RMS_NORM) load_lane<DT>(w, is_q ? q_weight : k_weight, lane);
+    if (!is_v && norm == RMS_NORM_WIDE) load_lane<F32>(w, is_q ? q_weight : k_weight, lane);
+    bool turned = half && !is_v;
+    i64 position = turned && live ? index_at(positions, token, wide) : 0;
+    Turn<D> turn(cos, sin, position, turned ? half : 0, lane);
+    previous_kernel_ended();
+    if (!live) return;
+
     int head = is_q ? vector : (is_v ? vector - q_heads - kv_heads : vector - q_heads);
     const void* base = is_q ? q : (is_v ? v : k);
     i64 start = is_q ? token * q_token + head * q_head
@@ -244,10 +265,8 @@ __global__ void __launch_bounds__(32 * WARPS)
     float held[1][W];
     float (&x)[W] = held[0];
     load_lane<DT>(x, source, lane);
-    if (!is_v) {
-        if (norm != NO_NORM) normalise<DT, D>(x, is_q ? q_weight : k_weight, norm, eps, lane);
-        if (half) turn<DT, D>(x, cos, sin, index_at(positions, token, wide), half, lane);
-    }
+    if (!is_v && norm != NO_NORM) normalise<DT, D>(x, w, norm, eps);
+    if (turned) turn.template apply<DT>(x);
     if (is_q) {
         i64 target = token * out_token + head * out_head;
         store_lane<DT>(x, static_cast<u8*>(q_out) + target * itemsize(DT), lane);

@@ -42,27 +42,28 @@ class LinearMixer:
         pool = step.state
         assert pool is not None, "checked by the decoder"
         sizes, rows = self._sizes, step.batch.num_decode
-        # The small product first: the large one fetches weights meanwhile.
-        b, a = self._b_a.forward(x, decode_rows=rows).chunk(2, dim=1)
         projected = self._qkv_z.forward(x, decode_rows=rows)
         qkv, z = torch.split(projected, [sizes.channels, sizes.value_size], dim=1)
         parts = []
         if rows:
             parts.append(
                 self._backend.delta_mix_step(
+                    x[:rows],
                     qkv[:rows],
                     z[:rows],
-                    b[:rows],
-                    a[:rows],
+                    self._b_a.weights,
                     self._weights,
                     pool.conv[self._state_layer],
                     pool.recurrent[self._state_layer],
                     step.batch.state_slots,
                 )
             )
+        if step.batch.segments:
+            b_a = self._b_a.forward(x[rows:])
         for segment in step.batch.segments:
             span = slice(segment.offset, segment.offset + segment.length)
-            parts.append(self._run(qkv[span], z[span], b[span], a[span], segment, pool))
+            b, a = b_a[segment.offset - rows :][: segment.length].chunk(2, dim=1)
+            parts.append(self._run(qkv[span], z[span], b, a, segment, pool))
         mixed = torch.cat(parts) if len(parts) > 1 else parts[0]
         return self._output.forward(mixed, decode_rows=rows, residual=residual)
 
