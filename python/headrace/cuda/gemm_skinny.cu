@@ -14,14 +14,17 @@
 // permuted alike on both sides, so that a lane reads 16 contiguous bytes; the rows of a tile are
 // permuted so that the eight lanes of a shared memory access hit all banks (row_of_lane).
 //
+// Where the groups are fewer than half the multiprocessors, two CTAs (a cluster) share one, each with
+// half of k, and the second hands its sums to the first.
+//
 // Order of addition, a function of k and the tiling only and never of m: steps along k inside a
-// warp, then warps along k ascending.
+// warp, then warps along k ascending, then the halves of k.
 //
 // Shared memory (dynamic, 1024 bytes to align): STAGES * (rows * K_WARPS * 64 of W, NT * 8
-// rows of x), then ROW_WARPS * K_WARPS * TILES * NT * 512 of sums.
+// rows of x), then (ROW_WARPS * K_WARPS * TILES + split * ROW_WARPS * TILES) * NT * 512 of sums.
 //
 // -D at load: ELEMENT (0 bf16, 1 fp16), CODES (0, 1: needs bf16), NT (columns of 8: 1 for m <= 8, 2 for
-// m <= 16), TILES, ROW_WARPS, K_WARPS (even), STAGES, EPILOGUE (0 none; 1 out = residual + product,
+// m <= 16), TILES, ROW_WARPS, K_WARPS (even), STAGES, K_SPLIT (1, or 2 if every cluster has one group and there are two steps along k), EPILOGUE (0 none; 1 out = residual + product,
 // both rounded in between; 2 silu(first half of n) * second half), WIDE (1: out is fp32, not rounded).
 #include "gemm_skinny.cuh"
 
@@ -42,6 +45,9 @@
 #endif
 #ifndef STAGES
 #define STAGES 4
+#endif
+#ifndef K_SPLIT
+#define K_SPLIT 1
 #endif
 #ifndef EPILOGUE
 #define EPILOGUE 0
@@ -71,6 +77,7 @@ constexpr int kColumnBytes = K_WARPS * kDepth * 2;
 constexpr int kColumnBoxes = (kColumnBytes + 1023) / 1024;
 constexpr int kBoxPitch = kColumnBytes / kColumnBoxes;
 constexpr int kStageBytes = (kWeightBytes + NT * 8 * kColumnBytes + 1023) / 1024 * 1024;
+static_assert(K_SPLIT == 1 || (K_SPLIT == 2 && kHalves == 1), "a gate stays with its up");
 static_assert(TILES % kHalves == 0, "gate and up share the tiles of a warp");
 static_assert(K_WARPS % 2 == 0, "two warps share the 128 bytes of a box");
 static_assert(kColumnBytes % kColumnBoxes == 0, "boxes of one width");
@@ -84,12 +91,17 @@ struct Shape {
     int scale_columns;
 };
 
+// Steps along k of one CTA.
+struct Steps {
+    int first, end;
+};
+
 struct Unit {
     int group, step;
 
-    __device__ __forceinline__ void advance(int steps) {
-        if (++step == steps) {
-            step = 0;
+    __device__ __forceinline__ void advance(Steps steps) {
+        if (++step == steps.end) {
+            step = steps.first;
             ++group;
         }
     }
@@ -253,7 +265,11 @@ __device__ __forceinline__ void read_scales(float (&scale)[TILES], const Shape& 
 
 // map: of W as bytes [n, 2 k or k], boxes of 128 bytes times kRowsOfHalf rows with the 128-byte
 // swizzle. x_map: of x as words [m, k / 2], boxes of kBoxPitch bytes times NT * 8 rows.
-extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
+extern "C" __global__ void
+#if K_SPLIT > 1
+__cluster_dims__(K_SPLIT, 1, 1)
+#endif
+    __launch_bounds__(kThreads + 32, 1)
     gemm_skinny(const __grid_constant__ CUtensorMap map, const __grid_constant__ CUtensorMap x_map,
                 const float* scales, void* out, long long out_stride, const Element* residual,
                 long long residual_stride, int m, int n, int k, int scale_columns) {
@@ -264,10 +280,12 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 
     const int groups = (n / kHalves + kRowsOfHalf - 1) / kRowsOfHalf;
-    const int steps = (k + K_WARPS * kDepth - 1) / (K_WARPS * kDepth);
-    const int begin = static_cast<long long>(blockIdx.x) * groups / gridDim.x;
-    const int end = static_cast<long long>(blockIdx.x + 1) * groups / gridDim.x;
-    const int units = (end - begin) * steps;
+    const int all_steps = (k + K_WARPS * kDepth - 1) / (K_WARPS * kDepth);
+    const int part = blockIdx.x % K_SPLIT, place = blockIdx.x / K_SPLIT, places = gridDim.x / K_SPLIT;
+    const Steps steps{part * all_steps / K_SPLIT, (part + 1) * all_steps / K_SPLIT};
+    const int begin = static_cast<long long>(place) * groups / places;
+    const int end = static_cast<long long>(place + 1) * groups / places;
+    const int units = (end - begin) * (steps.end - steps.first);
 
     const unsigned raw = static_cast<unsigned>(__cvta_generic_to_shared(dynamic));
     const unsigned base = (raw + 1023) / 1024 * 1024;
@@ -284,17 +302,20 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
+#if K_SPLIT == 2
+    cluster_arrive();  // this CTA runs, and its memory may be written
+#endif
 
     if (warp == kWarps) {
         const unsigned long long once = evict_first(), again = evict_last();
         // W is there before the kernel that writes x has ended.
-        Unit ahead{begin, 0};
+        Unit ahead{begin, steps.first};
         for (int i = 0; i < min(STAGES, units); ++i) {
             feed_weights(s, ahead, base + i * kStageBytes, full + i * 8, once);
             ahead.advance(steps);
         }
         previous_kernel_ended();
-        Unit unit{begin, 0};
+        Unit unit{begin, steps.first};
         int stage = 0;
         unsigned parity = 1;  // of the barrier that says that a stage is free
         for (int i = 0; i < units; ++i) {
@@ -310,6 +331,10 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
                 parity ^= 1;
             }
         }
+#if K_SPLIT == 2
+        __syncwarp();
+        cluster_wait();  // what comes later is for the warps that compute: this one has left by then
+#endif
         return;
     }
 
@@ -331,7 +356,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt) sums[tile][nt] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 
-    Unit now{begin, 0};
+    Unit now{begin, steps.first};
     float scale[TILES] = {}, next_scale[TILES] = {};
     read_scales(next_scale, s, now, row_warp, k_warp);
     int stage = 0;
@@ -366,7 +391,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
         // The copy engine writes zeros beyond the ends of both, so that the rest of a step adds none.
         accumulate(sums, w, b, scale);
 
-        if (now.step + 1 == steps) {
+        if (now.step + 1 == steps.end) {
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
@@ -376,6 +401,23 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
                     sums[tile][nt] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
                 }
             sync_computing();
+#if K_SPLIT == 2
+            float4* others = sums_of + K_WARPS * kSums;
+            cluster_wait();
+            if (part == 1) {
+                for (int e = threadIdx.x; e < kSums; e += kThreads) {
+                    float4 total = sums_of[e];
+#pragma unroll
+                    for (int other = 1; other < K_WARPS; ++other) add(total, sums_of[other * kSums + e]);
+                    store_in_cluster(others + e, 0, total);
+                }
+                cluster_arrive();
+                cluster_wait();
+                return;
+            }
+            cluster_arrive();
+            cluster_wait();
+#endif
             // A gate and its up are kTilesOfHalf tiles apart in the same warp.
             for (int e = threadIdx.x; e < kSums / kHalves; e += kThreads) {
                 const int nt = (e >> 5) % NT, tile = (e >> 5) / NT % kTilesOfHalf;
@@ -388,6 +430,9 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
                     add(total, sums_of[other * kSums + at]);
                     if (kHalves == 2) add(up, sums_of[other * kSums + up_at]);
                 }
+#if K_SPLIT == 2
+                add(total, others[at]);
+#endif
                 finish(s, o, now.group, warp_of, tile, nt, e & 31, total, up);
             }
             if (unit + 1 < units) sync_computing();

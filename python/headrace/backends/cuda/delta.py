@@ -88,8 +88,8 @@ class DeltaStep:
         qkv: `[B, channels]`; z: `[B, Hv * dv]`; gates: b and a, `[B, Hv]` with the same stride, or
         what they are made of; columns contiguous, rows strided. conv, state: one layer of each
         pool, `[slots, channels, 3]` and fp32 `[slots, Hv, dv, dk]`; slots: int64 `[B]`, no slot
-        twice, negative for padding. settled: both states were written before a copy or kernel that does not start early, see
-        `early`. Returns `[B, Hv * dv]`, zeros for padding.
+        twice, negative for padding. settled: both states were written before a copy or kernel that
+        does not start early, see `early`. Returns `[B, Hv * dv]`, zeros for padding.
 
         Raises
         ------

@@ -50,12 +50,14 @@ class Tiling:
 
     tiles: row tiles of 16 a warp. row_warps, k_warps: a step of a CTA is `row_warps * tiles * 16`
     rows and `k_warps * 64` bytes of each. stages: steps in flight, fewer if memory is short.
+    k_split: CTAs that share the columns of a group; above 1 all groups must run at once.
     """
 
     tiles: int
     row_warps: int
     k_warps: int
     stages: int
+    k_split: int = 1
 
     @property
     def rows(self) -> int:
@@ -76,21 +78,36 @@ TILINGS = (
     Tiling(tiles=4, row_warps=1, k_warps=8, stages=3),
     Tiling(tiles=2, row_warps=3, k_warps=4, stages=4),
     Tiling(tiles=4, row_warps=2, k_warps=4, stages=3),
+    Tiling(tiles=7, row_warps=1, k_warps=8, stages=3),
+    Tiling(tiles=5, row_warps=1, k_warps=8, stages=4, k_split=2),
 )
 # What a byte of x costs beside one of the matrix: all of x comes from L2 once a group.
 _COLUMN_COST = 0.15
 
 
-def tiling_of(rows: int, itemsize: int, processors: int, *, silu_mul: bool = False) -> Tiling:
+def fits(
+    tiling: Tiling, rows: int, row_bytes: int, processors: int, *, silu_mul: bool = False
+) -> bool:
+    """Whether a matrix can be cut so."""
+    if silu_mul and (tiling.k_split > 1 or tiling.tiles % 2):
+        return False  # gate and up share the tiles of a warp
+    # CTAs that share a group wait for one another, and each has a step.
+    groups, steps = -(-rows // tiling.rows), -(-row_bytes // (tiling.k_warps * 64))
+    return tiling.k_split == 1 or (groups * tiling.k_split <= processors and steps > 1)
+
+
+def tiling_of(
+    rows: int, row_bytes: int, itemsize: int, processors: int, *, silu_mul: bool = False
+) -> Tiling:
     """Tiling of a matrix with so many rows: the busiest multiprocessor decides the time."""
 
     def cost(tiling: Tiling) -> float:
         groups = -(-rows // tiling.rows)
-        busiest = -(-groups // processors) * tiling.rows
+        busiest = -(-groups // processors) * tiling.rows / tiling.k_split
         return busiest * (1 + _COLUMN_COST * MAX_ROWS * 2 / (tiling.rows * itemsize))
 
-    # Gate and up share the tiles of a warp.
-    return min((t for t in TILINGS if not (silu_mul and t.tiles % 2)), key=cost)
+    usable = (t for t in TILINGS if fits(t, rows, row_bytes, processors, silu_mul=silu_mul))
+    return min(usable, key=cost)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +135,7 @@ class GemmVariant:
                 ("ROW_WARPS", self.tiling.row_warps),
                 ("K_WARPS", self.tiling.k_warps),
                 ("STAGES", self.stages),
+                ("K_SPLIT", self.tiling.k_split),
                 ("EPILOGUE", int(self.epilogue)),
                 ("WIDE", int(self.wide)),
             ),
@@ -137,7 +155,8 @@ class GemmVariant:
     @property
     def _other_bytes(self) -> int:
         tiling = self.tiling
-        return 1024 + tiling.row_warps * tiling.k_warps * tiling.tiles * self.column_tiles * 512
+        sums = tiling.k_warps + tiling.k_split - 1
+        return 1024 + tiling.row_warps * sums * tiling.tiles * self.column_tiles * 512
 
     @property
     def stages(self) -> int:
@@ -218,9 +237,12 @@ class SkinnyGemm:
         epilogue = Epilogue.NONE if residual is None else Epilogue.RESIDUAL
         if silu_mul:
             epilogue = Epilogue.SILU_MUL
+        size = (matrix.shape[0], matrix.shape[1] * matrix.element_size())
         if tiling is None:
-            rows, itemsize = matrix.shape[0], matrix.element_size()
-            tiling = tiling_of(rows, itemsize, self._processors, silu_mul=silu_mul)
+            itemsize = matrix.element_size()
+            tiling = tiling_of(*size, itemsize, self._processors, silu_mul=silu_mul)
+        elif not fits(tiling, *size, self._processors, silu_mul=silu_mul):
+            raise ConfigError(f"linear: {tiling} does not fit a weight {list(matrix.shape)}")
         for first in range(0, x.shape[0], MAX_ROWS):
             part = x[first : first + MAX_ROWS]
             variant = GemmVariant(
@@ -248,7 +270,7 @@ class SkinnyGemm:
         tiling = variant.tiling
         groups = -(-rows // tiling.rows)
         # As few CTAs as give the busiest one no more groups.
-        grid = -(-groups // -(-groups // self._processors))
+        grid = -(-groups // -(-groups // self._processors)) * tiling.k_split
         w_map = self._matrix_map(matrix, variant.box_rows)
         x_map = self._rows_map(x, variant.column_tiles * 8, variant.column_bytes)
         args = (
@@ -376,7 +398,7 @@ def _variants() -> tuple[Variant, ...]:
         for (dtype, codes), column_tiles, tiling, (epilogue, wide) in product(
             kinds, (1, 2), TILINGS, outputs
         )
-        if not (epilogue is Epilogue.SILU_MUL and tiling.tiles % 2)
+        if epilogue is not Epilogue.SILU_MUL or (tiling.tiles % 2 == 0 and tiling.k_split == 1)
     )
     return (*skinny, Variant(file="gemm_plain.cu", names=("gemm_fp32",)))
 
