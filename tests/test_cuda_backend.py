@@ -10,7 +10,7 @@ import torch
 
 from headrace import ConfigError, Engine, EngineConfig
 from headrace._core import SamplingSpec, build_plan
-from headrace.backends.cuda import many_rows
+from headrace.backends.cuda import gemm, many_rows
 from headrace.backends.cuda.loader import require_gpu
 from headrace.backends.cuda.step_arrays import StepArrays, StepShape, shape_of
 from headrace.layers import block_fp8
@@ -105,6 +105,27 @@ def test_sizes_with_other_bits_are_left_out(monkeypatch):
     weight = torch.randint(-8, 8, (8, 32)).float()  # exact in any order
     assert many_rows.ManyRows(fixed=True).probe(weight) == (64, 128, 1024, 2048)
     assert many_rows.ManyRows(fixed=False).probe(weight) == many_rows.SIZES
+
+
+@pytest.mark.parametrize("silu_mul", [False, True])
+@pytest.mark.parametrize("itemsize", [1, 2])
+def test_a_matrix_is_cut_so_that_it_fits(itemsize, silu_mul):
+    for rows in (16, 96, 1024, 4096, 5120, 6144, 16384, 34816, 151936):
+        for columns in (64, 1024, 4096, 17408):
+            size = (rows, columns * itemsize)
+            tiling = gemm.tiling_of(*size, itemsize, 132, silu_mul=silu_mul)
+            assert gemm.fits(tiling, *size, 132, silu_mul=silu_mul)
+            if tiling.k_split > 1:
+                # Every cluster has one group, all run at once, and each half has a step.
+                assert -(-rows // tiling.rows) * tiling.k_split <= 132
+                assert size[1] > tiling.k_warps * 64
+
+
+def test_a_narrow_matrix_is_shared_and_a_small_one_leaves_room():
+    assert gemm.tiling_of(5120, 17408, 1, 132).k_split == 2
+    for rows, columns, silu_mul in ((4096, 1024, False), (6144, 1024, True), (1024, 3072, False)):
+        tiling = gemm.tiling_of(rows, 2 * columns, 2, 132, silu_mul=silu_mul)
+        assert -(-rows // tiling.rows) * tiling.k_split <= 66
 
 
 @pytest.mark.parametrize("fixed", [False, True])
