@@ -356,7 +356,7 @@ class CudaBackend:
         """One launch, if the gates have one dense matrix."""
         step, matrix = self._deltas()[0], gates[0]
         source: GateProjection | tuple[torch.Tensor, torch.Tensor]
-        if len(gates) == 1 and isinstance(matrix, torch.Tensor):
+        if len(gates) == 1 and isinstance(matrix, torch.Tensor) and step.takes(matrix):
             source = GateProjection(x, matrix)
         else:
             products = [self.linear(x, weight, decode_rows=x.shape[0]) for weight in gates]

@@ -16,7 +16,7 @@
 //
 // Layouts: qkv [rows, 2 Hk dk + Hv dv] (q, k, v) and z [rows, Hv dv] with a row stride, b and a
 // [rows, Hv] with one row stride; or hidden [rows, width] with a row stride, in 16-byte pieces, and
-// gate_weights [2 Hv, width], first those of b. taps fp32 [channels, 4], a_log, dt_bias fp32 [Hv], weight [dv], conv
+// gate_weights [2 Hv, width], first those of b (dynamic shared memory: 3 * width elements). taps fp32 [channels, 4], a_log, dt_bias fp32 [Hv], weight [dv], conv
 // state [slots, channels, 3] oldest first, state fp32 [slots, Hv, dv, dk], out [rows, Hv dv]. Value
 // head i reads key head i / (Hv / Hk). A row with a negative slot touches no state; its out is 0.
 //
@@ -104,11 +104,18 @@ __device__ __forceinline__ void move_on(Element* conv, const Element* x, long lo
     conv[c * 3 + 2] = fresh(x + c);
 }
 
-// Part `part` of four of the product of two rows, in one warp: the same whatever the number of warps.
 constexpr int kPiece = 16 / sizeof(Element);
 constexpr int kParts = 4;
 
-struct Piece {
+// 16 bytes to shared memory, past L1 and without a register.
+__device__ __forceinline__ void copy_piece(Element* to, const Element* from) {
+    const unsigned shared = static_cast<unsigned>(__cvta_generic_to_shared(to));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(from) : "memory");
+}
+
+// Part `part` of four of the product of two rows, in one warp: the same whatever the number of warps.
+
+struct alignas(16) Piece {
     Element values[kPiece];
 };
 
@@ -117,8 +124,8 @@ __device__ __forceinline__ float part_of_product(const Element* x, const Element
     float sum = 0.0f;
 #pragma unroll 5
     for (int at = (part * 32 + lane) * kPiece; at < width; at += kParts * 32 * kPiece) {
-        const Piece left = fresh(reinterpret_cast<const Piece*>(x + at));
-        const Piece right = fresh(reinterpret_cast<const Piece*>(weights + at));
+        const Piece left = *reinterpret_cast<const Piece*>(x + at);
+        const Piece right = *reinterpret_cast<const Piece*>(weights + at);
 #pragma unroll
         for (int i = 0; i < kPiece; ++i)
             sum = fmaf(widen(left.values[i]), widen(right.values[i]), sum);
@@ -183,14 +190,16 @@ extern "C" __global__ void __cluster_dims__(GROUP* SPLIT, 1, 1) __launch_bounds_
     };
     // What carries over from earlier steps is asked for while the projections still run, and so are the
     // weights of the gates.
-    const Element* weights_of[2] = {gate_weights + static_cast<long long>(head) * width,
-                                    gate_weights + static_cast<long long>(value_heads + head) * width};
+    extern __shared__ float4 dynamic[];
+    Element* hidden_of = reinterpret_cast<Element*>(dynamic);
+    Element* rows_of = hidden_of + width;  // of b, then of a
     if (hidden != nullptr)
-        for (int line = threadIdx.x * 128; line < width * int(sizeof(Element)); line += kThreads * 128)
+        for (int at = threadIdx.x * kPiece; at < width; at += kThreads * kPiece)
 #pragma unroll
             for (int which = 0; which < 2; ++which)
-                asm volatile("prefetch.global.L2 [%0];" ::"l"(
-                    reinterpret_cast<const char*>(weights_of[which]) + line));
+                copy_piece(rows_of + which * width + at,
+                           gate_weights +
+                               static_cast<long long>(which * value_heads + head) * width + at);
     if (!settled) previous_kernel_ended();
     Channel channel[kTurns];
 #pragma unroll
@@ -219,13 +228,8 @@ extern "C" __global__ void __cluster_dims__(GROUP* SPLIT, 1, 1) __launch_bounds_
     }
     float write_gate = 0.0f, decay_gate = 0.0f;
     if (hidden != nullptr) {
-#pragma unroll
-        for (int job = warp; job < 2 * kParts; job += WARPS) {
-            const int which = job / kParts, part = job % kParts;
-            const float sum = part_of_product(hidden + row * hidden_stride, weights_of[which], width,
-                                              part, lane);
-            if (lane == 0) gate_sums[which][part] = sum;
-        }
+        for (int at = threadIdx.x * kPiece; at < width; at += kThreads * kPiece)
+            copy_piece(hidden_of + at, hidden + row * hidden_stride + at);
     } else {
         write_gate = widen(fresh(b + row * gate_stride + head));
         decay_gate = widen(fresh(a + row * gate_stride + head));
@@ -239,20 +243,19 @@ extern "C" __global__ void __cluster_dims__(GROUP* SPLIT, 1, 1) __launch_bounds_
         // Nobody else reads the state of its share of v.
         if (i >= 2 * DK && i < kChannels) move_on(histories, x, channel_at(i));
     }
+    asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
     // From here on the convolution state has been read, and everyone runs.
     cluster_arrive();
     if (hidden != nullptr) {
 #pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-            write_gate += gate_sums[0][part];
-            decay_gate += gate_sums[1][part];
+        for (int job = warp; job < 2 * kParts; job += WARPS) {
+            const int which = job / kParts, part = job % kParts;
+            const float sum =
+                part_of_product(hidden_of, rows_of + which * width, width, part, lane);
+            if (lane == 0) gate_sums[which][part] = sum;
         }
-        write_gate = rounded(write_gate);
-        decay_gate = rounded(decay_gate);
     }
-    const float beta = sigmoid(write_gate);
-    const float decay = expf(-expf(rate) * softplus(decay_gate + bias));
 
     // Every warp takes the norms for itself: cheaper than a barrier.
     const float* q_of = qkv_of;
@@ -282,6 +285,19 @@ extern "C" __global__ void __cluster_dims__(GROUP* SPLIT, 1, 1) __launch_bounds_
         k[i].z *= k_factor;
         k[i].w *= k_factor;
     }
+
+    if (hidden != nullptr) {
+        __syncthreads();
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+            write_gate += gate_sums[0][part];
+            decay_gate += gate_sums[1][part];
+        }
+        write_gate = rounded(write_gate);
+        decay_gate = rounded(decay_gate);
+    }
+    const float beta = sigmoid(write_gate);
+    const float decay = expf(-expf(rate) * softplus(decay_gate + bias));
 
     float output[kBatches];
 #pragma unroll

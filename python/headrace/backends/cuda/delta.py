@@ -12,7 +12,7 @@ import torch
 
 from headrace.backends.base import DeltaWeights
 from headrace.backends.cuda.early import early_kernel
-from headrace.backends.cuda.gemm import ELEMENTS
+from headrace.backends.cuda.gemm import ELEMENTS, LARGEST_SHARED
 from headrace.backends.cuda.loader import Function, Variant, launch, load
 from headrace.errors import ConfigError
 from headrace.models.hybrid_config import DELTA_CHUNK, LinearAttention
@@ -27,6 +27,7 @@ _MAX_SPLIT = 2
 _FEW_ROWS, _WARPS_OF_FEW, _WARPS_OF_MANY = 2, 8, 4
 # Threads and chunks of the prefill kernels, and rows of the state one CTA carries along.
 _PREFILL_THREADS = 256
+_OWN_SHARED = 4096  # of the step, for everything but its gates
 _SLICE = 32
 _HEAD_DIMS = (32, 64, 128)
 
@@ -70,6 +71,10 @@ class DeltaStep:
             _Kernel(dtype, *widths, group, warps) for warps in (_WARPS_OF_FEW, _WARPS_OF_MANY)
         )
 
+    def takes(self, matrix: torch.Tensor) -> bool:
+        """Whether the launch has room for the gates of a projection like this one."""
+        return 3 * matrix.shape[1] * matrix.element_size() <= LARGEST_SHARED - _OWN_SHARED
+
     def step(
         self,
         qkv: torch.Tensor,
@@ -103,8 +108,9 @@ class DeltaStep:
             out = torch.empty((rows, self._sizes.value_size), dtype=self._dtype, device=qkv.device)
         kernel = self._few if rows <= _FEW_ROWS else self._many
         if rows:
+            shared = 3 * arrays[-1] * self._dtype.itemsize
             device = torch.cuda.current_device()
-            early_kernel(kernel.source, "delta_step", 0, device).launch(
+            early_kernel(kernel.source, "delta_step", shared, device).launch(
                 (kernel.group * kernel.split, self._sizes.key_heads, rows),
                 32 * kernel.warps,
                 (
@@ -158,6 +164,8 @@ class DeltaStep:
         self._check_rows("x", x, rows, width)
         self._check_rows("matrix", matrix, 2 * heads, width)
         piece = 16 // x.element_size()
+        if not self.takes(matrix):
+            raise ConfigError(f"delta step: x of width {width} does not fit in shared memory")
         unaligned = width % piece or x.stride(0) % piece or x.data_ptr() % 16
         if unaligned or not matrix.is_contiguous():
             raise ConfigError(f"delta step: x {list(x.shape)} has rows not aligned to 16 bytes")
