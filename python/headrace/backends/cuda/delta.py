@@ -27,6 +27,10 @@ _FEW_ROWS, _WARPS_OF_FEW, _WARPS_OF_MANY = 2, 8, 4
 # Threads and chunks of the prefill kernels, and rows of the state one CTA carries along.
 _PREFILL_THREADS = 256
 _SLICE = 32
+# Of a chunk in the first kernel: two triangles of ten blocks of 16 x 16, four bytes a value.
+_FACTOR_BYTES = 2 * 10 * 16 * 16 * 4
+# Rows of q, k and v are read by such vectors.
+_ROW_ALIGNMENT = 16
 _HEAD_DIMS = (32, 64, 128)
 
 
@@ -218,8 +222,8 @@ class DeltaPrefill:
         """`gated_delta_prefill` of a backend for the state of one slot.
 
         q, k: `[n, Hk, dk]`; v: `[n, Hv, dv]`; g, beta: fp32 `[n, Hv]`; rows may be strided, q and
-        k alike, g and beta alike. state: fp32 `[Hv, dv, dk]`, contiguous. Returns fp32
-        `[n, Hv, dv]`.
+        k alike, g and beta alike, those of q, k and v at multiples of 16 bytes. state: fp32
+        `[Hv, dv, dk]`, contiguous. Returns fp32 `[n, Hv, dv]`.
 
         Raises
         ------
@@ -324,6 +328,11 @@ class DeltaPrefill:
             raise ConfigError("delta prefill: q and k, or g and beta, have different row strides")
         if not state.is_contiguous():
             raise ConfigError("delta prefill: the state of a slot is contiguous")
+        for name, x in zip("qkv", tensors, strict=False):
+            if (x.data_ptr() | x.stride(0) * x.itemsize) % _ROW_ALIGNMENT:
+                raise ConfigError(
+                    f"delta prefill: rows of {name} start at multiples of {_ROW_ALIGNMENT} bytes"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,9 +359,14 @@ class _PrefillKernel:
     @property
     def shared_bytes(self) -> tuple[int, int]:
         """Dynamic shared memory of both kernels, as they state it."""
-        parallel = DELTA_CHUNK * (2 * (self.key_dim + 4) + DELTA_CHUNK + 4)
+        keys, values = (self._rows_bytes(width) for width in (self.key_dim, self.value_dim))
+        parallel = max(keys, _FACTOR_BYTES) + keys + values + 4 * DELTA_CHUNK * (DELTA_CHUNK + 4)
         serial = (DELTA_CHUNK + _SLICE) * (self.key_dim + 8 + DELTA_CHUNK + 8)
-        return 4 * parallel, 4 * serial
+        return parallel, 4 * serial
+
+    def _rows_bytes(self, width: int) -> int:
+        """Rows of a chunk in shared memory: bf16 as it is, other types as padded fp32."""
+        return DELTA_CHUNK * (2 * width if self.dtype == torch.bfloat16 else 4 * (width + 4))
 
 
 @functools.cache
