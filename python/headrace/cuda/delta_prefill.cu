@@ -1,25 +1,28 @@
 // Gated delta rule over many tokens of one request, in chunks of 64 at absolute multiples of 64.
 //
-// delta_chunks, grid (chunks, value heads), block 256: everything of a chunk that needs no state. With
-// c the running sum of g, M_ij = exp(c_i - c_j) for i >= j and A the part below the diagonal of
-// (diag(beta) K K^T) . M: U = (I + A)^-1 diag(beta) V, W = (I + A)^-1 diag(beta e^c) K by forward
-// substitution, one column a thread, and P = (Q K^T) . M.
-// delta_states, grid (dv / 32, value heads), block 256: the chunks one after the other, with 32 rows of
-// the state in shared memory: R = U - W S^T, O = diag(e^c) Q S^T + P R, S = e^{c_64} S + R^T diag(e^{c_64
-// - c}) K.
-// All in fp32, in an order fixed by the shape: bits depend on nothing but the chunk and the state before
-// it, so that cuts at multiples of 64 are invisible. The second kernel multiplies on tensor cores, each
-// fp32 factor as the sum of two tf32 ones (three products; the fourth is below fp32), because CUDA cores
-// would wait for shared memory. Bounded by arithmetic and shared memory, not by HBM: 8192 tokens of
-// the 27B model take 2.8 ms a layer on an H200.
+// With c the running sum of g in a chunk, M_ij = exp(c_i - c_j) for i >= j and A the part below the diagonal
+// of (diag(beta) K K^T) . M:
+// delta_chunks, grid (chunks, value heads), block 256: what needs neither state nor values, T = (I + A)^-1
+// diag(beta) and P = (Q K^T) . M.
+// delta_states, grid (dv / 64, value heads), block 128 (for dv = 32 half of both): the chunks one after the
+// other. X = V - diag(e^c) K S^T, R = T X, O = diag(e^c) Q S^T + P R, S = e^{c_64} S + R^T diag(e^{c_64 - c}) K.
+// A warp has 16 rows of the state, and of X, R and O transposed, in registers: the result of a product is the
+// left side of the next, and only right sides come through shared memory, fetched a chunk ahead. One barrier
+// a chunk.
+// Sums are fp32, in an order fixed by the shape: bits depend on nothing but the chunk and the state before
+// it, so that cuts at multiples of 64 are invisible. Products are made on tensor cores. bf16 elements are
+// operands as they are, with norms and other factors on the result or on the other side, and fp32 values are
+// the sum of two bf16 ones (three products; the fourth is below what is kept, 16 bits). Elements of fp16 and
+// fp32, and what meets them, go as two tf32 numbers (21 bits). T is made in fp32 on CUDA cores.
+// Bounded by the tensor cores of the SMs that have a state: 504 products a warp and chunk.
 //
 // Layouts: q, k [tokens, Hk, DK] and v [tokens, Hv, DV] with row strides, as the convolution leaves them
-// (the L2 norm and the scale of q are taken here); g, beta fp32 [tokens, Hv] with row strides.
-// Scratch of one chunk and head: U [64, DV], W [64, DK], P [64, 64], factors of q and of k [2, 64], e^{c_64} (of 64), fp32.
-// state fp32 [Hv, DV, DK] of one slot, out fp32 [tokens, Hv, DV].
+// (the L2 norm and the scale of q are taken here), rows at multiples of 16 bytes; g, beta fp32 [tokens, Hv]
+// with row strides. state fp32 [Hv, DV, DK] of one slot, out fp32 [tokens, Hv, DV].
+// Scratch of a chunk and head, in the order of lanes: T and P, blocks on and below the diagonal; `Factors`.
 //
-// -D at load: ELEMENT (0 bf16, 1 fp16, 2 fp32), DK, DV (multiples of 32, together at most 256).
-#include "element.cuh"
+// -D at load: ELEMENT (0 bf16, 1 fp16, 2 fp32), DK, DV (32, 64 or 128).
+#include "delta_operands.cuh"
 
 #ifndef DK
 #define DK 128
@@ -30,17 +33,13 @@
 
 namespace {
 
-constexpr int kChunk = 64;
 constexpr int kThreads = 256;
-constexpr int kPitch = DK + 4;      // floats; neighbouring rows four banks apart
+constexpr int kWarps = kThreads / 32;
+constexpr int kSide = kChunk / kBlock;           // blocks of a chunk
+constexpr int kLower = kSide * (kSide + 1) / 2;  // those on and below the diagonal
 constexpr int kSquarePitch = kChunk + 4;
-constexpr int kSlice = 32;          // rows of the state in one CTA
-constexpr long long kScratch = kChunk * (DV + DK + kChunk + 3);
-// Of the second kernel: eight rows of fragments in different banks.
-constexpr int kWidePitch = DK + 8;
-constexpr int kWideSquare = kChunk + 8;
-constexpr float kL2Eps = 1e-6f;     // part of the model
-static_assert(DK % 32 == 0 && DV % 32 == 0 && DK + DV <= kThreads, "a thread has one column");
+constexpr float kL2Eps = 1e-6f;  // part of the model
+static_assert(DK % 32 == 0 && DV % 32 == 0, "a row is a whole number of blocks");
 
 struct Span {
     int first, count;
@@ -53,371 +52,421 @@ __device__ __forceinline__ Span span_of(int chunk, int start, int tokens) {
     return {first, min(tokens, head + chunk * kChunk) - first};
 }
 
-__device__ __forceinline__ float dot4(float4 a, float4 b, float sum) {
-    sum = fmaf(a.x, b.x, sum);
-    sum = fmaf(a.y, b.y, sum);
-    sum = fmaf(a.z, b.z, sum);
-    return fmaf(a.w, b.w, sum);
+// ---- the chunks ----------------------------------------------------------------------------------
+
+// Blocks on and below the diagonal are numbered row by row.
+struct Place {
+    int row, column;
+};
+
+__device__ __forceinline__ Place place_of(int block) {
+    const int row = (block >= 1) + (block >= 3) + (block >= 6);
+    return {row, block - row * (row + 1) / 2};
 }
 
-__device__ __forceinline__ float4 vector_at(const float* p) {
-    return *reinterpret_cast<const float4*>(p);
+__device__ __forceinline__ constexpr int number_of(int row, int column) {
+    return row * (row + 1) / 2 + column;
 }
 
-__device__ __forceinline__ float4 read_four(const Element* p) {
-#if ELEMENT == 2
-    return *reinterpret_cast<const float4*>(p);
-#else
-    const uint2 raw = *reinterpret_cast<const uint2*>(p);
-    Element four[4];
-    memcpy(four, &raw, sizeof(raw));
-    return make_float4(widen(four[0]), widen(four[1]), widen(four[2]), widen(four[3]));
-#endif
-}
+// The sum of g up to a token. Rounded to fp32 it would show in the decay between two tokens: the sums are
+// large and differ by little.
+struct Decay {
+    float sum, rest;
 
-// [64, DK] elements into shared memory, zeros beyond the count.
-__device__ __forceinline__ void load_rows(float* to, const Element* from, long long stride,
-                                          int count) {
+    __device__ __forceinline__ float since(const Decay& other) const {
+        return expf((sum - other.sum) + (rest - other.rest));
+    }
+    __device__ __forceinline__ float whole() const { return expf(sum); }
+};
+
+// By one warp, two tokens a lane.
+__device__ __forceinline__ void sum_up(Decay* to, const float* from) {
+    const int lane = lane_id();
+    const float2 own = pair_at(from + 2 * lane);
+    double sum = static_cast<double>(own.x) + own.y;
 #pragma unroll
-    for (int i = 0; i < kChunk * DK / 4 / kThreads; ++i) {
-        const int at = (i * kThreads + threadIdx.x) * 4, row = at / DK, column = at % DK;
-        *reinterpret_cast<float4*>(to + row * kPitch + column) =
-            row < count ? read_four(from + row * stride + column) : make_float4(0, 0, 0, 0);
+    for (int step = 1; step < 32; step *= 2) {
+        const double before = __shfl_up_sync(0xffffffffu, sum, step);
+        if (lane >= step) sum += before;
+    }
+    const double sums[2] = {sum - own.y, sum};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const float rounded_sum = static_cast<float>(sums[i]);
+        to[2 * lane + i] = {rounded_sum, static_cast<float>(sums[i] - rounded_sum)};
     }
 }
 
-// 1 / |row|, for the 64 rows, by warps.
-__device__ __forceinline__ void norms_of(float* to, const float* rows) {
-    const int lane = threadIdx.x & 31;
-    for (int row = threadIdx.x >> 5; row < kChunk; row += kThreads / 32) {
-        float squares = 0.0f;
+// 1 / |row| for 64 rows, four threads a row.
+__device__ __forceinline__ void norms_of(float* to, const Rows<DK>& rows) {
+    const int row = threadIdx.x / 4, part = threadIdx.x % 4;
+    float squares = 0.0f;
 #pragma unroll
-        for (int i = lane; i < DK; i += 32)
-            squares = fmaf(rows[row * kPitch + i], rows[row * kPitch + i], squares);
-#pragma unroll
-        for (int step = 16; step > 0; step /= 2)
-            squares += __shfl_xor_sync(0xffffffffu, squares, step);
-        if (lane == 0) to[row] = rsqrtf(squares + kL2Eps);
-    }
+    for (int i = part; i < DK / 8; i += 4) squares += rows.squares(row, i);
+    squares += __shfl_xor_sync(0xffffffffu, squares, 1);
+    squares += __shfl_xor_sync(0xffffffffu, squares, 2);
+    if (part == 0) to[row] = rsqrtf(squares + kL2Eps);
 }
+
+// Turns two inverses of `Size` rows on the diagonal into one of twice the size, for each such pair of the
+// chunk: the block below is -T_11 A_10 T_00. `between` has room for those of all pairs.
+template <int Size>
+__device__ __forceinline__ void join(float* square, float* between) {
+    constexpr int kEach = Size * Size / 4;  // threads of a pair, four neighbours each
+    const int pair = threadIdx.x / kEach, row = threadIdx.x % kEach / (Size / 4);
+    const int column = threadIdx.x % (Size / 4) * 4;
+    const bool active = threadIdx.x < kChunk / (2 * Size) * kEach;
+    const float* upper = square + pair * 2 * Size * (kSquarePitch + 1);
+    const float* lower = upper + Size * (kSquarePitch + 1);
+    float* below = square + pair * 2 * Size * (kSquarePitch + 1) + Size * kSquarePitch;
+    between += pair * Size * Size;
+    const auto dot = [&](const float* left, const float* right, int pitch, int first, int last) {
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        for (int k = first; k < last; k += 4) {
+            const float4 a = vector_at(left + row * kSquarePitch + k);
+            const float factors[4] = {a.x, a.y, a.z, a.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float4 b = vector_at(right + (k + i) * pitch + column);
+                sum.x = fmaf(factors[i], b.x, sum.x);
+                sum.y = fmaf(factors[i], b.y, sum.y);
+                sum.z = fmaf(factors[i], b.z, sum.z);
+                sum.w = fmaf(factors[i], b.w, sum.w);
+            }
+        }
+        return sum;
+    };
+    // Blocks above the diagonal are nowhere written, and not read.
+    if (active)
+        *reinterpret_cast<float4*>(between + row * Size + column) =
+            dot(below, upper, kSquarePitch, column / kBlock * kBlock, Size);
+    __syncthreads();
+    if (active) {
+        const float4 sum = dot(lower, between, Size, 0, (row / kBlock + 1) * kBlock);
+        *reinterpret_cast<float4*>(below + row * kSquarePitch + column) =
+            make_float4(-sum.x, -sum.y, -sum.z, -sum.w);
+    }
+    __syncthreads();
+}
+
+// Puts (I + A)^-1 in the place of A, whose blocks on the diagonal have zeros from the diagonal on:
+// substitution in those, one column a thread, then what is below them.
+__device__ __forceinline__ void invert(float* square, float* between) {
+    if (threadIdx.x < kChunk) {
+        const int column = threadIdx.x % kBlock;
+        float* block = square + threadIdx.x / kBlock * kBlock * (kSquarePitch + 1);
+        float x[kBlock];
+#pragma unroll
+        for (int i = 0; i < kBlock; ++i) x[i] = i == column ? 1.0f : 0.0f;
+#pragma unroll
+        for (int j = 0; j < kBlock - 1; ++j)
+#pragma unroll
+            for (int i = j + 1; i < kBlock; ++i)
+                x[i] = fmaf(-block[i * kSquarePitch + j], x[j], x[i]);
+        __syncwarp();  // which has read its two blocks
+#pragma unroll
+        for (int i = 0; i < kBlock; ++i) block[i * kSquarePitch + column] = x[i];
+    }
+    __syncthreads();
+    join<kBlock>(square, between);
+    join<2 * kBlock>(square, between);
+}
+
+// Factors of a chunk: of q, of k against the state and of k on its way into it, with their norms.
+struct alignas(16) Factors {
+    float q[kChunk], k_read[kChunk], k_write[kChunk];
+    float decay;  // of the state
+};
+
+// What the first kernel leaves of a chunk and head.
+struct Scratch {
+    uint4 t[kLower * kVectorsOf<Split>], p[kLower * kVectorsOf<Split>];
+    Factors factors;
+};
 
 }  // namespace
 
-// Dynamic shared memory: (2 * 64 * kPitch + 64 * kSquarePitch) floats.
-extern "C" __global__ void __launch_bounds__(kThreads, 2)
-    delta_chunks(const Element* q, const Element* k, long long qk_stride, const Element* v,
-                 long long v_stride, const float* g, const float* beta, long long gate_stride,
-                 float* scratch, int start, int tokens, int group) {
-    extern __shared__ float4 dynamic[];
-    float* q_of = reinterpret_cast<float*>(dynamic);
-    float* k_of = q_of + kChunk * kPitch;
-    float* a_of = k_of + kChunk * kPitch;
-    __shared__ float g_of[kChunk], beta_of[kChunk], c_of[kChunk], q_norm[kChunk], k_norm[kChunk];
+// Dynamic shared memory: q, later scratch of `invert`, k, [64, 68] floats; see `DeltaPrefill`.
+extern "C" __global__ void __launch_bounds__(kThreads, ELEMENT == 0 ? 4 : 2)
+    delta_chunks(const Element* q, const Element* k, long long qk_stride, const float* g,
+                 const float* beta, long long gate_stride, Scratch* scratch, int start, int tokens,
+                 int group) {
+    extern __shared__ uint4 dynamic[];
+    const Rows<DK> q_of(dynamic), k_of(dynamic + Rows<DK>::kVectorCount);
+    float* square = reinterpret_cast<float*>(dynamic + 2 * Rows<DK>::kVectorCount);
+    alignas(8) __shared__ float g_of[kChunk], beta_of[kChunk];
+    __shared__ float q_norm[kChunk], k_norm[kChunk];
+    __shared__ Decay c_of[kChunk];
     const int chunk = blockIdx.x, head = blockIdx.y, heads = gridDim.y;
+    const int t = threadIdx.x, lane = lane_id(), warp = warp_id();
+    const int row_of_lane = lane >> 2, pair_of_lane = 2 * (lane & 3);
     const Span span = span_of(chunk, start, tokens);
     const long long first = span.first;
-    q += first * qk_stride + head / group * DK;
-    k += first * qk_stride + head / group * DK;
-    v += first * v_stride + head * DV;
-    float* u = scratch + (static_cast<long long>(chunk) * heads + head) * kScratch;
-    float* p = u + kChunk * (DV + DK);
-    float* factors = p + kChunk * kChunk;
+    scratch += static_cast<long long>(chunk) * heads + head;
 
-    load_rows(q_of, q, qk_stride, span.count);
-    load_rows(k_of, k, qk_stride, span.count);
-    const int t = threadIdx.x;
+    q = Rows<DK>::own_of(q + first * qk_stride + head / group * DK, qk_stride);
+    k = Rows<DK>::own_of(k + first * qk_stride + head / group * DK, qk_stride);
+#pragma unroll
+    for (int n = 0; n < Rows<DK>::kLoads<kThreads>; ++n) {
+        q_of.load<kThreads>(n, q, qk_stride, span.count);
+        k_of.load<kThreads>(n, k, qk_stride, span.count);
+    }
     if (t < kChunk) {
         const bool live = t < span.count;
         g_of[t] = live ? g[(first + t) * gate_stride + head] : 0.0f;
         beta_of[t] = live ? beta[(first + t) * gate_stride + head] : 0.0f;
     }
+    copies_done();
     __syncthreads();
     norms_of(q_norm, q_of);
     norms_of(k_norm, k_of);
-    if (t < kChunk) {
-        float sum = 0.0f;
-        for (int i = 0; i <= t; ++i) sum += g_of[i];
-        c_of[t] = sum;
-    }
+    if (warp == 0) sum_up(c_of, g_of);
     __syncthreads();
     if (t < kChunk) {
-        q_norm[t] *= rsqrtf(static_cast<float>(DK));
-        factors[t] = q_norm[t] * expf(c_of[t]);
-        factors[kChunk + t] = k_norm[t] * expf(c_of[kChunk - 1] - c_of[t]);
-        if (t == 0) factors[2 * kChunk] = expf(c_of[kChunk - 1]);
+        Factors& factors = scratch->factors;
+        const float scaled = q_norm[t] * rsqrtf(static_cast<float>(DK));
+        q_norm[t] = scaled;
+        factors.q[t] = scaled * c_of[t].whole();
+        factors.k_read[t] = k_norm[t] * c_of[t].whole();
+        factors.k_write[t] = k_norm[t] * c_of[kChunk - 1].since(c_of[t]);
+        if (t == 0) factors.decay = c_of[kChunk - 1].whole();
     }
     __syncthreads();
 
-    // K K^T and Q K^T: 4 x 4 elements of each a thread, rows and columns 16 apart.
-    const int ti = t / 16, tj = t % 16;
-    float kk[4][4] = {}, qk[4][4] = {};
-#pragma unroll 2
-    for (int i = 0; i < DK; i += 4) {
-        float4 columns[4];
+    // A and P, a block at a time.
+    for (int e = warp; e < 2 * kLower; e += kWarps) {
+        const bool of_k = e < kLower;
+        const int block = of_k ? e : e - kLower;
+        const Place at = place_of(block);
+        const Rows<DK> left = of_k ? k_of : q_of;
+        Sum sum = {};
 #pragma unroll
-        for (int b = 0; b < 4; ++b) columns[b] = vector_at(k_of + (tj + 16 * b) * kPitch + i);
+        for (int i = 0; i < DK; i += kBlock)
+            multiply(sum, left.rows_of(at.row * kBlock, i), k_of.rows_of(at.column * kBlock, i));
 #pragma unroll
-        for (int a = 0; a < 4; ++a) {
-            const float4 k_row = vector_at(k_of + (ti + 16 * a) * kPitch + i);
-            const float4 q_row = vector_at(q_of + (ti + 16 * a) * kPitch + i);
-#pragma unroll
-            for (int b = 0; b < 4; ++b) {
-                if (b > a) continue;  // above the diagonal, but for the blocks on it
-                kk[a][b] = dot4(k_row, columns[b], kk[a][b]);
-                qk[a][b] = dot4(q_row, columns[b], qk[a][b]);
-            }
-        }
-    }
-#pragma unroll
-    for (int a = 0; a < 4; ++a)
-#pragma unroll
-        for (int b = 0; b < 4; ++b) {
-            const int i = ti + 16 * a, j = tj + 16 * b;
+        for (int part = 0; part < 4; ++part) {
+            const int i = at.row * kBlock + part / 2 * 8 + row_of_lane;
+            const int j = at.column * kBlock + part % 2 * 8 + pair_of_lane;
+            float4& half = sum.half[part % 2];
+            float& x = part < 2 ? half.x : half.z;
+            float& y = part < 2 ? half.y : half.w;
+            const float row_factor = of_k ? beta_of[i] * k_norm[i] : q_norm[i];
+            const Decay c = c_of[i];
             // Not computed above the diagonal, where the exponent may be positive.
-            const float decay = i >= j ? expf(c_of[i] - c_of[j]) * k_norm[j] : 0.0f;
-            a_of[i * kSquarePitch + j] =
-                i > j ? beta_of[i] * k_norm[i] * kk[a][b] * decay : 0.0f;
-            p[i * kChunk + j] = i >= j ? q_norm[i] * qk[a][b] * decay : 0.0f;
+            x = i - j >= of_k ? x * row_factor * k_norm[j] * c.since(c_of[j]) : 0.0f;
+            y = i - j - 1 >= of_k ? y * row_factor * k_norm[j + 1] * c.since(c_of[j + 1]) : 0.0f;
+            if (of_k) *reinterpret_cast<float2*>(square + i * kSquarePitch + j) = make_float2(x, y);
         }
+        if (!of_k) store(scratch->p + block * kVectorsOf<Split>, split(sum));
+    }
     __syncthreads();
 
-    if (t >= DV + DK) return;
-    float x[kChunk];
+    invert(square, reinterpret_cast<float*>(dynamic));
+    for (int block = warp; block < kLower; block += kWarps) {
+        const Place at = place_of(block);
+        const int row = at.row * kBlock + row_of_lane, column = at.column * kBlock + pair_of_lane;
+        const float* top = square + row * kSquarePitch + column;
+        Sum sum;
 #pragma unroll
-    for (int i = 0; i < kChunk; ++i) {
-        if (t < DV)
-            x[i] = i < span.count ? beta_of[i] * widen(v[i * v_stride + t]) : 0.0f;
-        else
-            x[i] = beta_of[i] * expf(c_of[i]) * k_norm[i] * k_of[i * kPitch + t - DV];
-    }
-#pragma unroll
-    for (int i = 1; i < kChunk; ++i) {
-#pragma unroll
-        for (int j = 0; j < i; j += 4) {
-            const float4 a = vector_at(a_of + i * kSquarePitch + j);  // zeros from i on
-            x[i] = fmaf(-a.x, x[j], x[i]);
-            if (j + 1 < i) x[i] = fmaf(-a.y, x[j + 1], x[i]);
-            if (j + 2 < i) x[i] = fmaf(-a.z, x[j + 2], x[i]);
-            if (j + 3 < i) x[i] = fmaf(-a.w, x[j + 3], x[i]);
+        for (int part = 0; part < 2; ++part) {
+            const float2 high = pair_at(top + 8 * part), f = pair_at(beta_of + column + 8 * part);
+            const float2 low = pair_at(top + 8 * kSquarePitch + 8 * part);
+            sum.half[part] = make_float4(high.x * f.x, high.y * f.y, low.x * f.x, low.y * f.y);
         }
+        store(scratch->t + block * kVectorsOf<Split>, split(sum));
     }
-    float* column = t < DV ? u + t : u + kChunk * DV + t - DV;
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) column[i * (t < DV ? DV : DK)] = x[i];
 }
+
+// ---- the state -----------------------------------------------------------------------------------
 
 namespace {
 
-constexpr int kHeld = kChunk * DK / kThreads / 4;  // vectors of a [64, DK] tile in one thread
+constexpr int kSlice = DV < 64 ? DV : 64;  // rows of the state in one CTA, 16 a warp
+constexpr int kStateThreads = 2 * kSlice;
+constexpr int kDepth = DK / kBlock;
+constexpr int kStages = 2;  // chunks in shared memory
+constexpr int kScratchVectors = sizeof(Scratch) / 16;
 
-// A tile on its way from global to shared memory, in registers.
-struct Tile {
-    float4 held[kHeld];
+// A chunk in shared memory.
+struct Stage {
+    const Scratch* scratch;
+    Rows<DK> q, k;
+    Rows<kSlice> v;
 
-    __device__ __forceinline__ void read(const float* from) {
-#pragma unroll
-        for (int i = 0; i < kHeld; ++i)
-            held[i] = __ldcs(reinterpret_cast<const float4*>(from) + i * kThreads + threadIdx.x);
-    }
+    static constexpr int kVectorCount =
+        kScratchVectors + 2 * Rows<DK>::kVectorCount + Rows<kSlice>::kVectorCount;
 
-    __device__ __forceinline__ void read(const Element* from, long long stride, int count) {
-#pragma unroll
-        for (int i = 0; i < kHeld; ++i) {
-            const int at = (i * kThreads + threadIdx.x) * 4, row = at / DK;
-            held[i] = row < count ? read_four(from + row * stride + at % DK)
-                                  : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        }
-    }
-
-    __device__ __forceinline__ void write(float* to, const float* factor) const {
-#pragma unroll
-        for (int i = 0; i < kHeld; ++i) {
-            const int at = (i * kThreads + threadIdx.x) * 4, row = at / DK;
-            const float f = factor == nullptr ? 1.0f : factor[row];
-            *reinterpret_cast<float4*>(to + row * kWidePitch + at % DK) =
-                make_float4(held[i].x * f, held[i].y * f, held[i].z * f, held[i].w * f);
-        }
-    }
+    __device__ __forceinline__ explicit Stage(uint4* at)
+        : scratch(reinterpret_cast<const Scratch*>(at)),
+          q(at + kScratchVectors),
+          k(at + kScratchVectors + Rows<DK>::kVectorCount),
+          v(at + kScratchVectors + 2 * Rows<DK>::kVectorCount) {}
 };
 
-// A value as the sum of two that tf32 holds.
-struct Halves {
-    unsigned high, low;
-};
-
-__device__ __forceinline__ Halves halves_of(float x) {
-    const unsigned high = __float_as_uint(x) & 0xffffe000u;
-    return {high, __float_as_uint(x - __uint_as_float(high))};
-}
-
-__device__ __forceinline__ void multiply(float4& d, const unsigned (&a)[4], const unsigned (&b)[2]) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
-        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(d.x), "+f"(d.y), "+f"(d.z), "+f"(d.w)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
-struct Left {
-    unsigned high[4], low[4];
-
-    __device__ __forceinline__ Left(float a0, float a1, float a2, float a3) {
-        const float values[4] = {a0, a1, a2, a3};
+// Times a factor for each column.
+__device__ __forceinline__ Sum scaled(const Sum& x, const float* factors) {
+    Sum s;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const Halves halves = halves_of(values[i]);
-            high[i] = halves.high;
-            low[i] = halves.low;
-        }
+    for (int part = 0; part < 2; ++part) {
+        const float2 f = pair_at(factors + part * 8 + 2 * (lane_id() & 3));
+        const float4 half = x.half[part];
+        s.half[part] = make_float4(half.x * f.x, half.y * f.y, half.z * f.x, half.w * f.y);
     }
-
-    // d[16 x 8] += this [16 x 8] b[8 x 8], the small products first.
-    __device__ __forceinline__ void times(float b0, float b1, float4& d) const {
-        const Halves first = halves_of(b0), second = halves_of(b1);
-        const unsigned b_high[2] = {first.high, second.high}, b_low[2] = {first.low, second.low};
-        multiply(d, low, b_high);
-        multiply(d, high, b_low);
-        multiply(d, high, b_high);
-    }
-};
-
-__device__ __forceinline__ float2 pair_at(const float* p) {
-    return *reinterpret_cast<const float2*>(p);
+    return s;
 }
 
-// d[16 x 8] of two neighbouring tiles of columns += a[16 x Depth] b^T, both with k contiguous. a and b
-// point to the row of the lane's group and to its pair of k.
-template <int Depth>
-__device__ __forceinline__ void multiply_rows(float4 (&d)[2], const float* a, int a_pitch,
-                                              const float* b, int b_pitch) {
-#pragma unroll 4
-    for (int i = 0; i < Depth; i += 8) {
-        const float2 top = pair_at(a + i), low = pair_at(a + 8 * a_pitch + i);
-        const Left left(top.x, low.x, top.y, low.y);
+__device__ __forceinline__ Sum minus(const Sum& x, const Sum& y) {
+    Sum s;
 #pragma unroll
-        for (int tile = 0; tile < 2; ++tile) {
-            const float2 column = pair_at(b + tile * 8 * b_pitch + i);
-            left.times(column.x, column.y, d[tile]);
-        }
+    for (int part = 0; part < 2; ++part) {
+        const float4 a = x.half[part], b = y.half[part];
+        s.half[part] = make_float4(a.x - b.x, a.y - b.y, a.z - b.z, a.w - b.w);
     }
+    return s;
 }
 
 }  // namespace
 
-// Dynamic shared memory: ((64 + 32) * (kWidePitch + kWideSquare)) floats.
-// initial: 0 starts from zeros whatever the state holds.
-extern "C" __global__ void __launch_bounds__(kThreads, 2)
-    delta_states(const Element* q, const Element* k, long long qk_stride, const float* scratch,
-                 float* state, float* out, int start, int tokens, int chunks, int group,
-                 int initial) {
-    extern __shared__ float4 dynamic[];
-    float* tile_of = reinterpret_cast<float*>(dynamic);
-    float* p_of = tile_of + kChunk * kWidePitch;
-    float* s_of = p_of + kChunk * kWideSquare;
-    float* r_of = s_of + kSlice * kWidePitch;  // transposed: [32, 64]
-    __shared__ float q_factor[kChunk], k_factor[kChunk];
-    const int t = threadIdx.x, slice = blockIdx.x, head = blockIdx.y, heads = gridDim.y;
-    const int warp = t >> 5, row_of_lane = (t & 31) >> 2, k_of_lane = t & 3;
-    q += head / group * DK;
-    k += head / group * DK;
-    float* matrix = state + (static_cast<long long>(head) * DV + slice * kSlice) * DK;
-    for (int i = t; i < kSlice * DK; i += kThreads)
-        s_of[i / DK * kWidePitch + i % DK] = initial ? matrix[i] : 0.0f;
+// Dynamic shared memory: kStages stages. initial: 0 starts from zeros whatever the state holds.
+extern "C" __global__ void __launch_bounds__(kStateThreads, 1)
+    delta_states(const Element* q, const Element* k, long long qk_stride, const Element* v,
+                 long long v_stride, const Scratch* scratch, float* state, float* out, int start,
+                 int tokens, int chunks, int group, int initial) {
+    extern __shared__ uint4 dynamic[];
+    const int slice = blockIdx.x, head = blockIdx.y, heads = gridDim.y;
+    const int row = slice * kSlice + warp_id() * kBlock + (lane_id() >> 2);
+    const int pair = 2 * (lane_id() & 3);
+    q = Rows<DK>::own_of(q + head / group * DK, qk_stride);
+    k = Rows<DK>::own_of(k + head / group * DK, qk_stride);
+    v = Rows<kSlice>::own_of(v + head * DV + slice * kSlice, v_stride);
+    scratch += head;
 
-    // A warp has tokens i and i + 8 of a chunk, and columns d, d + 1 of two tiles of the slice.
-    const int i = (warp & 3) * 16 + row_of_lane;
-    const int first_column = (warp >> 2) * 16;
-    const float* tile_row = tile_of + i * kWidePitch + 2 * k_of_lane;
-    const float* p_row = p_of + i * kWideSquare + 2 * k_of_lane;
-    const float* s_row = s_of + (first_column + row_of_lane) * kWidePitch + 2 * k_of_lane;
-    const float* r_row = r_of + (first_column + row_of_lane) * kWideSquare + 2 * k_of_lane;
-
-    for (int chunk = 0; chunk < chunks; ++chunk) {
+    // Starts the n-th of so many parts of the copies of a chunk.
+    const auto fetch_keys = [&](uint4* to, int chunk, int n, int parts) {
+        const Stage stage(to);
         const Span span = span_of(chunk, start, tokens);
-        const long long first = span.first;
-        const float* u = scratch + (static_cast<long long>(chunk) * heads + head) * kScratch;
-        const float* p = u + kChunk * (DV + DK);
-        Tile tile;
-        tile.read(u + kChunk * DV);
-        const float decay = p[kChunk * kChunk + 2 * kChunk];
-        float2 u_top[2], u_low[2];
+        const long long first = span.first * qk_stride;
 #pragma unroll
-        for (int b = 0; b < 2; ++b) {
-            const float* at = u + i * DV + slice * kSlice + first_column + b * 8 + 2 * k_of_lane;
-            u_top[b] = pair_at(at);
-            u_low[b] = pair_at(at + 8 * DV);
+        for (int i = n; i < Rows<DK>::kLoads<kStateThreads>; i += parts) {
+            stage.q.load<kStateThreads>(i, q + first, qk_stride, span.count);
+            stage.k.load<kStateThreads>(i, k + first, qk_stride, span.count);
         }
-        __syncthreads();  // the last chunk is done with shared memory
-        tile.write(tile_of, nullptr);
-        for (int e = t; e < kChunk * kChunk / 4; e += kThreads)
-            *reinterpret_cast<float4*>(p_of + e / 16 * kWideSquare + e % 16 * 4) =
-                *(reinterpret_cast<const float4*>(p) + e);
-        if (t < kChunk) {
-            q_factor[t] = p[kChunk * kChunk + t];
-            k_factor[t] = p[kChunk * kChunk + kChunk + t];
+    };
+    const auto fetch_others = [&](uint4* to, int chunk, int n, int parts) {
+        const Stage stage(to);
+        const Span span = span_of(chunk, start, tokens);
+#pragma unroll
+        for (int i = n; i < Rows<kSlice>::kLoads<kStateThreads>; i += parts)
+            stage.v.load<kStateThreads>(i, v + span.first * v_stride, v_stride, span.count);
+        const auto* from =
+            reinterpret_cast<const uint4*>(scratch + static_cast<long long>(chunk) * heads);
+#pragma unroll
+        for (int i = n * kStateThreads; i < kScratchVectors; i += parts * kStateThreads) {
+            const int vector = min(i + static_cast<int>(threadIdx.x), kScratchVectors - 1);
+            copy_vector(to + vector, from + vector, true);
         }
-        tile.read(q + first * qk_stride, qk_stride, span.count);
-        __syncthreads();
+    };
+    fetch_keys(dynamic, 0, 0, 1);
+    fetch_others(dynamic, 0, 0, 1);
 
-        // R = U - W S^T
-        float4 known[2] = {};
-        multiply_rows<DK>(known, tile_row, kWidePitch, s_row, kWidePitch);
+    Sum s[kDepth];
+    float* own_state = state + (static_cast<long long>(head) * DV + row) * DK + pair;
 #pragma unroll
-        for (int b = 0; b < 2; ++b) {
-            float* at = r_of + (first_column + b * 8 + 2 * k_of_lane) * kWideSquare + i;
-            at[0] = u_top[b].x - known[b].x;
-            at[kWideSquare] = u_top[b].y - known[b].y;
-            at[8] = u_low[b].x - known[b].z;
-            at[kWideSquare + 8] = u_low[b].y - known[b].w;
+    for (int i = 0; i < kDepth; ++i)
+#pragma unroll
+        for (int part = 0; part < 2; ++part) {
+            const float* at = own_state + i * kBlock + part * 8;
+            const float2 top = initial ? pair_at(at) : make_float2(0.0f, 0.0f);
+            const float2 low = initial ? pair_at(at + 8 * DK) : make_float2(0.0f, 0.0f);
+            s[i].half[part] = make_float4(top.x, top.y, low.x, low.y);
         }
-        __syncthreads();
-        tile.write(tile_of, q_factor);
-        tile.read(k + first * qk_stride, qk_stride, span.count);
-        __syncthreads();
 
-        // O = diag(e^c) Q S^T + P R
-        float4 o[2] = {};
-        multiply_rows<DK>(o, tile_row, kWidePitch, s_row, kWidePitch);
-        multiply_rows<kChunk>(o, p_row, kWideSquare, r_row, kWideSquare);
-#pragma unroll
-        for (int b = 0; b < 2; ++b) {
-            float* at = out + ((first + i) * heads + head) * DV + slice * kSlice + first_column +
-                        b * 8 + 2 * k_of_lane;
-            if (i < span.count) *reinterpret_cast<float2*>(at) = make_float2(o[b].x, o[b].y);
-            if (i + 8 < span.count)
-                *reinterpret_cast<float2*>(at + 8LL * heads * DV) = make_float2(o[b].z, o[b].w);
-        }
-        __syncthreads();
-        tile.write(tile_of, k_factor);
-        __syncthreads();
+#pragma unroll 1
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+        copies_done();
+        __syncthreads();  // all copies of this chunk are there, and nobody needs the one before it
+        // Fetched a little after each product, whose issue leaves room for it; at the end something again.
+        uint4* const ahead = dynamic + (chunk + 1) % kStages * Stage::kVectorCount;
+        const int next = min(chunk + 1, chunks - 1);
+        const Stage stage(dynamic + chunk % kStages * Stage::kVectorCount);
+        const Factors& factors = stage.scratch->factors;
 
-        // S = e^{c_64} S + R^T K: a warp has rows d and d + 8, and every fourth tile of columns.
-        const int d = (warp & 1) * 16 + row_of_lane;
-        constexpr int kTiles = DK / 8 / 4;
-        float4 s[kTiles];
-        const auto place = [&](int n) {
-            return s_of + d * kWidePitch + ((warp >> 1) + 4 * n) * 8 + 2 * k_of_lane;
-        };
+        // S K^T and S Q^T
+        Sum x[kSide] = {}, o[kSide] = {};
 #pragma unroll
-        for (int n = 0; n < kTiles; ++n) {
-            const float2 top = pair_at(place(n)), low = pair_at(place(n) + 8 * kWidePitch);
-            s[n] = make_float4(top.x * decay, top.y * decay, low.x * decay, low.y * decay);
-        }
-        const float* left_row = r_of + d * kWideSquare + k_of_lane;
-        const float* key = tile_of + k_of_lane * kWidePitch + (warp >> 1) * 8 + row_of_lane;
-#pragma unroll 2
-        for (int j = 0; j < kChunk; j += 8) {
-            const Left left(left_row[j], left_row[8 * kWideSquare + j], left_row[j + 4],
-                            left_row[8 * kWideSquare + j + 4]);
+        for (int i = 0; i < kDepth; ++i) {
+            const Split left = split(s[i]);
+            Exact keys[kSide], queries[kSide];
 #pragma unroll
-            for (int n = 0; n < kTiles; ++n)
-                left.times(key[j * kWidePitch + 32 * n], key[(j + 4) * kWidePitch + 32 * n], s[n]);
-        }
+            for (int n = 0; n < kSide; ++n) keys[n] = stage.k.rows_of(n * kBlock, i * kBlock);
+            multiply(x, left, keys);
+            fetch_keys(ahead, next, i, kDepth);
 #pragma unroll
-        for (int n = 0; n < kTiles; ++n) {
-            *reinterpret_cast<float2*>(place(n)) = make_float2(s[n].x, s[n].y);
-            *reinterpret_cast<float2*>(place(n) + 8 * kWidePitch) = make_float2(s[n].z, s[n].w);
+            for (int n = 0; n < kSide; ++n) queries[n] = stage.q.rows_of(n * kBlock, i * kBlock);
+            multiply(o, left, queries);
         }
+
+        // X^T = V^T - S K^T diag(e^c) and R^T = X^T T^T
+        Sum r[kSide] = {};
+#pragma unroll
+        for (int j = 0; j < kSide; ++j) {
+            const Sum values = sum_of(stage.v.columns_of(j * kBlock, warp_id() * kBlock));
+            const Split left = split(minus(values, scaled(x[j], factors.k_read + j * kBlock)));
+            Split t[kSide];
+#pragma unroll
+            for (int i = j; i < kSide; ++i)
+                t[i] = load<Split>(stage.scratch->t + number_of(i, j) * kVectorsOf<Split>);
+            fetch_others(ahead, next, j, kSide);
+            multiply(r, left, t, j);
+        }
+
+        // O^T = S Q^T diag(e^c) + R^T P^T and S = e^{c_64} S + R^T diag(e^{c_64 - c}) K
+        const float decay = factors.decay;
+#pragma unroll
+        for (int n = 0; n < kSide; ++n) o[n] = scaled(o[n], factors.q + n * kBlock);
+#pragma unroll
+        for (int i = 0; i < kDepth; ++i)
+#pragma unroll
+            for (int part = 0; part < 2; ++part) {
+                float4& half = s[i].half[part];
+                half = make_float4(half.x * decay, half.y * decay, half.z * decay, half.w * decay);
+            }
+#pragma unroll
+        for (int j = 0; j < kSide; ++j) {
+            Split p[kSide];
+#pragma unroll
+            for (int i = j; i < kSide; ++i)
+                p[i] = load<Split>(stage.scratch->p + number_of(i, j) * kVectorsOf<Split>);
+            multiply(o, split(r[j]), p, j);
+            Exact keys[kDepth];
+#pragma unroll
+            for (int i = 0; i < kDepth; ++i)
+                keys[i] = stage.k.columns_of(j * kBlock, i * kBlock);
+            multiply(s, split(scaled(r[j], factors.k_write + j * kBlock)), keys);
+        }
+
+        const Span span = span_of(chunk, start, tokens);
+        float* to = out + (static_cast<long long>(span.first) * heads + head) * DV + row;
+#pragma unroll
+        for (int n = 0; n < kSide; ++n)
+#pragma unroll
+            for (int part = 0; part < 2; ++part) {
+                const float4 half = o[n].half[part];
+                const int token = n * kBlock + part * 8 + pair;
+                float* at = to + static_cast<long long>(token) * heads * DV;
+                if (token < span.count) at[0] = half.x, at[8] = half.z;
+                at += heads * DV;
+                if (token + 1 < span.count) at[0] = half.y, at[8] = half.w;
+            }
     }
-    __syncthreads();
-    for (int e = t; e < kSlice * DK; e += kThreads) matrix[e] = s_of[e / DK * kWidePitch + e % DK];
+    copies_done();
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i)
+#pragma unroll
+        for (int part = 0; part < 2; ++part) {
+            float* at = own_state + i * kBlock + part * 8;
+            const float4 half = s[i].half[part];
+            *reinterpret_cast<float2*>(at) = make_float2(half.x, half.y);
+            *reinterpret_cast<float2*>(at + 8 * DK) = make_float2(half.z, half.w);
+        }
 }

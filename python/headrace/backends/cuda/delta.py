@@ -25,10 +25,18 @@ _MAX_SPLIT = 2
 # Up to two rows more warps a CTA answer sooner, beyond that fewer warps keep more of the state in
 # flight: 5.9 and 6.6 us at 1 row, 22.4 and 20.2 at 8. Bits do not depend on it.
 _FEW_ROWS, _WARPS_OF_FEW, _WARPS_OF_MANY = 2, 8, 4
-# Threads and chunks of the prefill kernels, and rows of the state one CTA carries along.
+# Threads of the first prefill kernel, and most rows of the state that one CTA of the second carries
+# along, two threads a row.
 _PREFILL_THREADS = 256
 _OWN_SHARED = 4096  # of the step, for everything but its gates
-_SLICE = 32
+_MAX_SLICE = 64
+# Of a chunk and head between the kernels: two lower triangles of ten blocks of 16 x 16, three
+# factors a token and one, padded, of the state; all of four bytes. See cuda/delta_prefill.cu.
+_SCRATCH_BYTES = 4 * (2 * 10 * 16 * 16 + 3 * DELTA_CHUNK + 4)
+# Chunks of the second kernel in shared memory.
+_STAGES = 2
+# Rows of q, k and v are read by such vectors.
+_ROW_ALIGNMENT = 16
 _HEAD_DIMS = (32, 64, 128)
 
 
@@ -240,12 +248,9 @@ class DeltaPrefill:
             raise ConfigError(f"delta prefill: head widths {widths}; supported are {_HEAD_DIMS}")
         self._sizes = sizes
         self._dtype = dtype
-        # U, W, P, two factors a token and one a chunk: see cuda/delta_prefill.cu.
-        columns = sum(widths) + DELTA_CHUNK + 3
+        self._kernel = _PrefillKernel(dtype, *widths)
         self._scratch = torch.empty(
-            (max_chunks, sizes.value_heads, DELTA_CHUNK, columns),
-            dtype=torch.float32,
-            device=device,
+            (max_chunks, sizes.value_heads, _SCRATCH_BYTES), dtype=torch.uint8, device=device
         )
 
     def prefill(
@@ -263,8 +268,8 @@ class DeltaPrefill:
         """`gated_delta_prefill` of a backend for the state of one slot.
 
         q, k: `[n, Hk, dk]`; v: `[n, Hv, dv]`; g, beta: fp32 `[n, Hv]`; rows may be strided, q and
-        k alike, g and beta alike. state: fp32 `[Hv, dv, dk]`, contiguous. Returns fp32
-        `[n, Hv, dv]`.
+        k alike, g and beta alike, those of q, k and v at multiples of 16 bytes. state: fp32
+        `[Hv, dv, dk]`, contiguous. Returns fp32 `[n, Hv, dv]`.
 
         Raises
         ------
@@ -302,7 +307,7 @@ class DeltaPrefill:
         sizes, tokens = self._sizes, q.shape[0]
         chunks = -(-(offset + tokens) // DELTA_CHUNK)
         group = sizes.value_heads // sizes.key_heads
-        kernel = _PrefillKernel(self._dtype, sizes.key_head_dim, sizes.value_head_dim)
+        kernel = self._kernel
         parallel, serial = _prefill_functions(kernel)
         launch(
             parallel,
@@ -312,8 +317,6 @@ class DeltaPrefill:
                 q.data_ptr(),
                 k.data_ptr(),
                 q.stride(0),
-                v.data_ptr(),
-                v.stride(0),
                 g.data_ptr(),
                 beta.data_ptr(),
                 g.stride(0),
@@ -326,12 +329,14 @@ class DeltaPrefill:
         )
         launch(
             serial,
-            (sizes.value_head_dim // _SLICE, sizes.value_heads),
-            (_PREFILL_THREADS,),
+            (sizes.value_head_dim // kernel.slice, sizes.value_heads),
+            (2 * kernel.slice,),
             (
                 q.data_ptr(),
                 k.data_ptr(),
                 q.stride(0),
+                v.data_ptr(),
+                v.stride(0),
                 self._scratch.data_ptr(),
                 state.data_ptr(),
                 out.data_ptr(),
@@ -369,6 +374,11 @@ class DeltaPrefill:
             raise ConfigError("delta prefill: q and k, or g and beta, have different row strides")
         if not state.is_contiguous():
             raise ConfigError("delta prefill: the state of a slot is contiguous")
+        for name, x in zip("qkv", tensors, strict=False):
+            if (x.data_ptr() | x.stride(0) * x.itemsize) % _ROW_ALIGNMENT:
+                raise ConfigError(
+                    f"delta prefill: rows of {name} start at multiples of {_ROW_ALIGNMENT} bytes"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,11 +403,20 @@ class _PrefillKernel:
         )
 
     @property
+    def slice(self) -> int:
+        """Rows of the state in one CTA of the second kernel."""
+        return min(_MAX_SLICE, self.value_dim)
+
+    @property
     def shared_bytes(self) -> tuple[int, int]:
         """Dynamic shared memory of both kernels, as they state it."""
-        parallel = DELTA_CHUNK * (2 * (self.key_dim + 4) + DELTA_CHUNK + 4)
-        serial = (DELTA_CHUNK + _SLICE) * (self.key_dim + 8 + DELTA_CHUNK + 8)
-        return 4 * parallel, 4 * serial
+        keys = self._rows_bytes(self.key_dim)
+        stage = _SCRATCH_BYTES + 2 * keys + self._rows_bytes(self.slice)
+        return 2 * keys + 4 * DELTA_CHUNK * (DELTA_CHUNK + 4), _STAGES * stage
+
+    def _rows_bytes(self, width: int) -> int:
+        """Rows of a chunk in shared memory: bf16 as it is, other types as padded fp32."""
+        return DELTA_CHUNK * (2 * width if self.dtype == torch.bfloat16 else 4 * (width + 4))
 
 
 @functools.cache
