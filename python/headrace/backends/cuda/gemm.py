@@ -11,7 +11,6 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +29,9 @@ from headrace.backends.cuda.loader import (
 from headrace.backends.cuda.tensor_map import matrix_map, rows_map
 from headrace.errors import ConfigError
 from headrace.layers.block_fp8 import BlockFp8Weight
+from headrace.models.config import ModelConfig
+from headrace.models.known import KNOWN_CONFIGS
+from headrace.models.quantization import FP8_BLOCK
 
 # What `ELEMENT` in cuda/element.cuh stands for.
 ELEMENTS: Mapping[torch.dtype, int] = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -170,6 +172,41 @@ class GemmVariant:
         return self.tiling.rows // (2 if self.epilogue is Epilogue.SILU_MUL else 1)
 
 
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A kind of product with a matrix of so many rows."""
+
+    matrix_rows: int
+    codes: bool = False
+    epilogue: Epilogue = Epilogue.NONE
+    wide: bool = False
+
+
+def variant_of(
+    product: Product,
+    rows: int,
+    dtype: torch.dtype,
+    processors: int,
+    tiling: Tiling | None = None,
+) -> GemmVariant:
+    """The program for a product of at most `MAX_ROWS` rows of x; `tiling` only for measurements."""
+    if tiling is None:
+        tiling = tiling_of(
+            product.matrix_rows,
+            1 if product.codes else dtype.itemsize,
+            processors,
+            silu_mul=product.epilogue is Epilogue.SILU_MUL,
+        )
+    return GemmVariant(
+        dtype=dtype,
+        codes=product.codes,
+        column_tiles=1 if rows <= 8 else 2,
+        tiling=tiling,
+        epilogue=product.epilogue,
+        wide=product.wide,
+    )
+
+
 class SkinnyGemm:
     """Products with any number of rows, 16 a launch, on the current device.
 
@@ -227,18 +264,14 @@ class SkinnyGemm:
         epilogue = Epilogue.NONE if residual is None else Epilogue.RESIDUAL
         if silu_mul:
             epilogue = Epilogue.SILU_MUL
-        if tiling is None:
-            rows, itemsize = matrix.shape[0], matrix.element_size()
-            tiling = tiling_of(rows, itemsize, self._processors, silu_mul=silu_mul)
         for first in range(0, x.shape[0], MAX_ROWS):
             part = x[first : first + MAX_ROWS]
-            variant = GemmVariant(
-                dtype=x.dtype,
-                codes=codes,
-                column_tiles=1 if part.shape[0] <= 8 else 2,
-                tiling=tiling,
-                epilogue=epilogue,
-                wide=wide,
+            variant = variant_of(
+                Product(matrix.shape[0], codes=codes, epilogue=epilogue, wide=wide),
+                part.shape[0],
+                x.dtype,
+                self._processors,
+                tiling,
             )
             addend = None if residual is None else residual[first : first + MAX_ROWS]
             self._launch(variant, part, matrix, scales, addend, out[first : first + MAX_ROWS])
@@ -371,29 +404,38 @@ def _early_function(variant: GemmVariant) -> EarlyKernel:
     return EarlyKernel(path.read_bytes(), symbols["gemm_skinny"], variant.shared_bytes)
 
 
+def products_of(config: ModelConfig) -> set[Product]:
+    """Products of a decode step of a model, as the layers fuse their matrices."""
+    codes = config.weight_format == FP8_BLOCK
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    products = {
+        Product((1 + config.attn_output_gate) * q_size + 2 * kv_size, codes),  # q, k, v
+        Product(config.hidden_size, codes, Epilogue.RESIDUAL),  # what ends a mixer or an MLP
+        Product(2 * config.intermediate_size, codes, Epilogue.SILU_MUL),
+        Product(config.vocab_size, wide=True),
+    }
+    linear = config.linear
+    if linear is not None:
+        products.add(Product(linear.channels + linear.value_size, codes))
+        products.add(Product(2 * linear.value_heads))  # b and a, which are never codes
+    return products
+
+
+# Multiprocessors of the device the kernels are made for.
+_PROCESSORS = 132
+
+
 def _variants() -> tuple[Variant, ...]:
-    kinds = ((torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True))
-    outputs = (
-        (Epilogue.NONE, False),
-        (Epilogue.NONE, True),
-        (Epilogue.RESIDUAL, False),
-        (Epilogue.SILU_MUL, False),
+    """What the known models ask for. Others may ask for further tilings of the same kinds."""
+    variants = (
+        variant_of(product, rows, dtype, _PROCESSORS).source
+        for config in KNOWN_CONFIGS.values()
+        for product in sorted(products_of(config), key=lambda p: (p.matrix_rows, p.epilogue))
+        for dtype in (torch.bfloat16, torch.float16)
+        if not (product.codes and dtype != torch.bfloat16)
+        for rows in (1, MAX_ROWS)
     )
-    skinny = tuple(
-        GemmVariant(
-            dtype=dtype,
-            codes=codes,
-            column_tiles=column_tiles,
-            tiling=tiling,
-            epilogue=epilogue,
-            wide=wide,
-        ).source
-        for (dtype, codes), column_tiles, tiling, (epilogue, wide) in product(
-            kinds, (1, 2), TILINGS, outputs
-        )
-        if not (epilogue is Epilogue.SILU_MUL and tiling.tiles % 2)
-    )
-    return (*skinny, Variant(file="gemm_plain.cu", names=("gemm_fp32",)))
+    return (*dict.fromkeys(variants), Variant(file="gemm_plain.cu", names=("gemm_fp32",)))
 
 
 VARIANTS = _variants()
