@@ -12,10 +12,12 @@ from headrace import ConfigError, Engine, EngineConfig
 from headrace._core import SamplingSpec, build_plan
 from headrace.backends.cuda import many_rows
 from headrace.backends.cuda.loader import require_gpu
+from headrace.backends.cuda.memory import step_bytes
 from headrace.backends.cuda.step_arrays import StepArrays, StepShape, shape_of
 from headrace.layers import block_fp8
 from headrace.loading.build import load_model
 from headrace.loading.resolve import resolve_model
+from headrace.models.known import KNOWN_CONFIGS
 
 SPEC = SamplingSpec()
 
@@ -146,3 +148,38 @@ def test_dummy_weights_of_a_known_configuration_are_seeded():
     source = resolve_model("smollm2-135m", load_format="dummy")
     one, other = (load_model(source, load_format="dummy", seed=seed).model for seed in (0, 0))
     assert torch.equal(one._embedding, other._embedding)
+
+
+def test_steps_on_a_gpu_are_counted_before_pools_are_made():
+    """HST-18: scratch (kv_formats.md section 5), KV of a gathered prompt, arrays of a graph."""
+    options = {"max_context": 65_536, "page_tokens": 64, "max_batch_tokens": 512, "itemsize": 2}
+    dense = KNOWN_CONFIGS["qwen3-8b"]
+    found = step_bytes(dense, slots=8, **options)
+    attention = 8 * 8 * (65_536 // 512) * 4 * (128 + 2) * 4
+    gathered = 2 * 65_536 * 8 * 128 * 2
+    table = 8 * (65_536 // 64) * 4
+    logits = 8 * 151_936 * 4
+    assert 0 < found - (attention + gathered + table + logits) < 2_000
+    # Seven slots are served by the graph of eight rows.
+    assert step_bytes(dense, slots=7, **options) == found
+    hybrid = KNOWN_CONFIGS["qwen3.5-27b"]
+    more = options | {"max_batch_tokens": 1024}
+    mixer = step_bytes(hybrid, slots=8, **more) - step_bytes(hybrid, slots=8, **options)
+    assert mixer == 512 * ((3 * 10_240 + 3 * 6_144) * 2 + 6_144 * 4)
+
+
+def test_pools_are_refused_where_steps_would_not_fit_beside_them(tiny_qwen3, monkeypatch):
+    """HST-18: what steps take is kept free; the error names both, and nothing is allocated."""
+    config = EngineConfig(model=str(tiny_qwen3.path), max_context=64, max_batch_size=2)
+    with Engine(config) as engine:
+        pools = engine.kv.bytes_total
+    steps = 1_000_000
+    monkeypatch.setattr(Engine, "_step_bytes", lambda *_: steps)
+    monkeypatch.setattr("headrace.engine.available_bytes", lambda _device: pools + steps)
+    with Engine(config) as engine:
+        assert engine.step_bytes == steps
+    monkeypatch.setattr("headrace.engine.available_bytes", lambda _device: pools + steps - 1)
+    monkeypatch.setattr("headrace.engine.KVCache", None)
+    words = f"need {pools:,} bytes .* {pools - 1:,} are free beside 1,000,000"
+    with pytest.raises(ConfigError, match=words):
+        Engine(config)
