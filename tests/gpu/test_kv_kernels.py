@@ -93,6 +93,7 @@ def test_append_writes_the_bytes_of_the_reference(kv_format, head_dim, dtype):
 
 @every_format
 def test_rows_that_are_padding_or_out_of_range_write_nothing(kv_format):
+    """GRF-03."""
     pool = new_pool(kv_format, layers=2, kv_heads=2, head_dim=128, pages=4, page_tokens=32)
     pool.fill_poison()
     before = checksums(pool)
@@ -345,6 +346,7 @@ def test_bits_of_a_row_do_not_depend_on_its_neighbours(kv_format):
 
 @all_formats
 def test_padding_rows_read_nothing_and_change_nothing(kv_format):
+    """GRF-01, GRF-03: for decode attention alone."""
     case = build(kv_format, 256, 1, [300, 40], "slots")
     kernels = KVKernels(case.pool, query_heads=6, max_rows=8, max_context=300)
     q = noise(8, 6, 256, seed=2, dtype=kv_format.model_dtype).float()
@@ -438,11 +440,15 @@ def test_gather_gives_what_is_stored(kv_format, head_dim):
 
 
 @pytest.mark.parametrize(
-    ("name", "layers"), [("int8_per_token_head", 2), ("auto", 1)], ids=["int8", "bf16"]
+    ("name", "layers", "slots"),
+    [("int8_per_token_head", 2, 9), ("auto", 1, 9), ("int8_per_token_head", 2, 8)],
+    ids=["int8", "bf16", "int8 8 slots"],
 )
-def test_pools_of_more_than_2_31_elements(name, layers):
+def test_pools_of_more_than_2_31_elements(name, layers, slots):
+    """INT-01."""
     kv_format = parse_kv_format(name, model_dtype=BF16)
-    slots, context, kv_heads, head_dim = 9, 262_144, 4, 256
+    context, kv_heads, head_dim = 262_144, 4, 256
+    far = slots - 1
     pool = new_pool(
         kv_format,
         layers=layers,
@@ -453,7 +459,7 @@ def test_pools_of_more_than_2_31_elements(name, layers):
     )
     assert pool.tensors["k"].numel() > 2**31
     pool.fill_poison()
-    places = [(slot, row) for slot in (0, 7, 8) for row in (0, context - 1)]
+    places = [(slot, row) for slot in sorted({0, 7, far}) for row in (0, context - 1)]
     pages, offsets = (torch.tensor(x) for x in zip(*places, strict=True))
     kernels = kernels_of(pool, group=6, max_context=context)
     x = noise(len(places), kv_heads, head_dim, seed=1, dtype=BF16)
@@ -479,7 +485,7 @@ def test_pools_of_more_than_2_31_elements(name, layers):
     # A whole context at the far end of the pool.
     layer = layers - 1
     for name_, tensor in pool.tensors.items():
-        rows = tensor[layer, 8]
+        rows = tensor[layer, far]
         if rows.dtype == FP16:
             rows.copy_(noise(*rows.shape, seed=2).abs() * 0.01)
         elif rows.dtype == torch.int8:
@@ -489,21 +495,32 @@ def test_pools_of_more_than_2_31_elements(name, layers):
         del name_
     q = noise(2, 24, head_dim, seed=3, dtype=BF16).float()
     out = torch.empty_like(q)
-    table = slot_table(torch.tensor([8, -1], device=DEVICE))
+    table = slot_table(torch.tensor([far, -1], device=DEVICE))
     lengths = torch.tensor([context, 0], dtype=torch.int32, device=DEVICE)
     kernels.attention_decode(layer, q, table, lengths, out=out)
     for head in range(kv_heads):
         k, v = (
             side[:, head : head + 1]
             for side in (
-                pool_read(pool, kv_format, "k", layer, 8, head),
-                pool_read(pool, kv_format, "v", layer, 8, head),
+                pool_read(pool, kv_format, "k", layer, far, head),
+                pool_read(pool, kv_format, "v", layer, far, head),
             )
         )
         ours = out[0, 6 * head : 6 * head + 6].double()
         reference = exact_attention(kv_format, q[0, 6 * head : 6 * head + 6], k, v)
         rel = (ours - reference).norm() / reference.norm()
         assert rel <= REL_L2, float(rel)
+
+    # The same data in the first layer's first slot, and elsewhere, has the same bits.
+    assert torch.equal(out[1], torch.zeros_like(out[1]))
+    for other_layer, slot in ((0, 0), (layer, 0), (layer, 7)):
+        for tensor in pool.tensors.values():
+            if (other_layer, slot) != (layer, far):
+                tensor[other_layer, slot].copy_(tensor[layer, far])
+        again = torch.empty_like(q)
+        table = slot_table(torch.tensor([slot, -1], device=DEVICE))
+        kernels.attention_decode(other_layer, q, table, lengths, out=again)
+        assert torch.equal(again, out), (other_layer, slot)
 
 
 def pool_read(pool, kv_format, which, layer, page, head):
@@ -520,6 +537,7 @@ def pool_read(pool, kv_format, which, layer, page, head):
 
 
 def test_sizes_the_kernels_do_not_have_are_refused():
+    """INT-01: at construction, before any address is formed."""
     pool = new_pool(FORMATS[0], layers=1, kv_heads=2, head_dim=64, pages=1, page_tokens=16)
     for heads, context in ((18, 16), (3, 16), (2, 2**20 + 1)):
         with pytest.raises(ConfigError):
