@@ -1,5 +1,7 @@
 """KV kernels on the device: bytes against the reference codecs, attention against float64."""
 
+import math
+
 import pytest
 import torch
 from kv_setup import (
@@ -434,6 +436,92 @@ def test_gather_gives_what_is_stored(kv_format, head_dim):
                 if restore:
                     wanted = unrotate_outputs(kv_format, wanted)
                 assert torch.equal(ours, wanted.to(dtype)), (which, dtype, restore)
+
+
+# ---- guards ------------------------------------------------------------------------------------
+
+GUARD, GUARD_BYTES = 0xA5, 4096
+
+
+def guarded_pool(layout, pages, page_tokens):
+    """Planes in one piece of memory, each between guard bytes; and a mask of these."""
+    sizes = [
+        math.prod(layout.plane_shape(plane, pages, page_tokens)) * plane.dtype.itemsize
+        for plane in layout.planes
+    ]
+    step = [-(-size // 256) * 256 + GUARD_BYTES for size in sizes]
+    memory = torch.full((sum(step) + GUARD_BYTES,), GUARD, dtype=torch.uint8, device=DEVICE)
+    guard = torch.ones_like(memory, dtype=torch.bool)
+    tensors, start = {}, GUARD_BYTES
+    for plane, size, width in zip(layout.planes, sizes, step, strict=True):
+        guard[start : start + size] = False
+        shape = layout.plane_shape(plane, pages, page_tokens)
+        tensors[plane.name] = memory[start : start + size].view(plane.dtype).view(shape)
+        start += width
+    pool = PlanePool(layout, tensors, pages=pages, page_tokens=page_tokens)
+    return memory, guard, pool
+
+
+@every_head_dim
+@every_format
+def test_random_traffic_keeps_guards_and_foreign_rows(kv_format, head_dim):
+    """KVD-05: appends, pages given away and pages copied in, attention and gather in between."""
+    pages, page_tokens, kv_heads, layers = 6, 32, 3, 2
+    layout = KVLayout(kv_format=kv_format, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
+    memory, guard, pool = guarded_pool(layout, pages, page_tokens)
+    model = PlanePool.allocate(layout, pages=pages, page_tokens=page_tokens)
+    saved = PlanePool.allocate(layout, pages=pages, page_tokens=page_tokens)
+    for one in (pool, model, saved):
+        one.fill_poison()
+    kernels = kernels_of(pool, group=2, max_context=pages * page_tokens)
+    generator = torch.Generator().manual_seed(head_dim)
+
+    def below(limit, count=1):
+        return torch.randint(0, limit, (count,), generator=generator)
+
+    table = torch.randperm(pages, generator=generator).to(DEVICE, torch.int32).view(1, pages)
+    for round_ in range(40):
+        layer, kind = int(below(layers)), round_ % 4
+        page, other = (int(below(pages)) for _ in range(2))
+        if kind < 2:
+            cells = torch.randperm(pages * page_tokens, generator=generator)[: int(below(30)) + 1]
+            where, offsets = cells // page_tokens, cells % page_tokens
+            k, v = (noise(len(cells), kv_heads, head_dim, seed=s, dtype=BF16) for s in (1, 2))
+            kernels.append(layer, where.to(DEVICE), offsets.to(DEVICE), k, v)
+            model.append(layer, where, offsets, k.cpu(), v.cpu())
+        elif kind == 2:  # evicted: saved, and somebody else's poison comes instead
+            for name, tensor in model.tensors.items():
+                saved.tensors[name][:, other] = tensor[:, page]
+                for owner in (tensor, pool.tensors[name]):
+                    owner[:, page].view(torch.uint8).fill_(0xFF)
+        else:  # loaded
+            for name, tensor in model.tensors.items():
+                tensor[:, page] = saved.tensors[name][:, other]
+                pool.tensors[name][:, page] = saved.tensors[name][:, other].to(DEVICE)
+        length = int(below(pages * page_tokens)) + 1
+        q = noise(1, 2 * kv_heads, head_dim, seed=round_)
+        kernels.attention_decode(
+            layer,
+            q,
+            table,
+            torch.tensor([length], dtype=torch.int32, device=DEVICE),
+            out=torch.empty_like(q),
+        )
+        pair = torch.empty((2, length, kv_heads, head_dim), dtype=BF16, device=DEVICE)
+        kernels.gather(layer, table[0], 0, k_out=pair[0], v_out=pair[1])
+    assert (memory[guard] == GUARD).all()
+    for name, tensor in model.tensors.items():
+        ours = pool.tensors[name].cpu().view(torch.uint8)
+        assert torch.equal(ours, tensor.view(torch.uint8)), name
+
+
+def test_planes_with_gaps_are_refused():
+    """KVD-05: the kernels know no other strides than those of a contiguous plane."""
+    layout = KVLayout(kv_format=FORMATS[0], layers=1, kv_heads=2, head_dim=64)
+    wide = torch.empty((1, 2, 16, 2, 96), dtype=BF16, device=DEVICE)[..., :64]
+    pool = PlanePool(layout, {"k": wide, "v": wide.clone()}, pages=2, page_tokens=16)
+    with pytest.raises(ConfigError, match="KV plane k is not contiguous"):
+        kernels_of(pool)
 
 
 # ---- addresses beyond 32 bits ------------------------------------------------------------------
