@@ -264,7 +264,7 @@ def test_preempted_every_few_steps(tiny, monkeypatch, name, every):
         assert found[0] == tokens
         for i in range(len(requests)):
             assert torch.equal(torch.stack(found[1][i]), torch.stack(logits[i]))
-    options |= SMALL | {"device": "cuda", "preemption": "recompute", "max_batch_tokens": 64}
+    options |= SMALL | {"device": "cuda", "preemption": "recompute", "slot_widths": 1}
     with LLM(str(tiny(name).path), **options) as llm:
         params = SamplingParams(max_tokens=9, ignore_eos=True)
         outputs = llm.generate([prompt for prompt, _ in requests], params)

@@ -91,7 +91,13 @@ def _product(x: torch.Tensor, weight: Weight) -> torch.Tensor:
         return F.linear(x, weight)
     if not takes_codes(weight):
         return F.linear(x, weight.dequantise(x.dtype))
-    codes, scales = quantise_rows(x)
+    return product_of_codes(*quantise_rows(x), weight, x.dtype)
+
+
+def product_of_codes(
+    codes: torch.Tensor, scales: torch.Tensor, weight: BlockFp8Weight, dtype: torch.dtype
+) -> torch.Tensor:
+    """The library's product of rows as `quantise_rows` gives them, for a weight it takes."""
     return F.scaled_mm(
         codes,
         weight.codes.t(),
@@ -99,7 +105,7 @@ def _product(x: torch.Tensor, weight: Weight) -> torch.Tensor:
         ScalingType.BlockWise1x128,
         weight.scales.t(),
         ScalingType.BlockWise128x128,
-        output_dtype=x.dtype,
+        output_dtype=dtype,
     )
 
 
