@@ -3,6 +3,7 @@
 Models are tiny and random; the same files are loaded on both devices.
 """
 
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -390,15 +391,18 @@ def test_bench_kv_measures_the_kernels():
 
 
 @pytest.fixture(scope="module")
-def smollm2():
+def smollm2(cache_dir):
+    """Unlike elsewhere no weights are no failure: a GPU machine may have no network."""
+    given = os.environ.get("HEADRACE_SMOLLM2")
     try:
-        return pull("smollm2", None)
+        return Path(given) if given else pull("smollm2", cache_dir)
     except DownloadError as error:
-        pytest.skip(f"no weights: {error}")
+        pytest.skip(f"HEADRACE_SMOLLM2 is not set, and no weights: {error}")
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_layout": "paged"}, {"cuda_graphs": False}])
 def test_smollm2_gives_the_ids_of_the_fixture(smollm2, smollm2_fixture, options):
+    """BAT-08: the reference is transformers in fp32 on a CPU."""
     prompts = [prompt["prompt_ids"] for prompt in smollm2_fixture["prompts"]]
     expected = [prompt["greedy_ids"] for prompt in smollm2_fixture["prompts"]]
     params = SamplingParams(max_tokens=64, ignore_eos=True)
