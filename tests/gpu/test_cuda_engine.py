@@ -133,8 +133,9 @@ def test_bits_of_a_row_do_not_depend_on_the_batch(tiny, name, layout):
         for count in range(1, 9):
             part = (expected[0][:count], expected[1][:count])
             assert_same(run(engine, prompts[:count]), part)
-        # Decode rows beside prompts.
+        # Decode rows beside one prompt, and beside several (BAT-04).
         assert_same(run(engine, prompts, arrive=[2 * i for i in range(8)]), expected)
+        assert_same(run(engine, prompts, arrive=[0, 0, 3, 3, 3, 6, 6, 6]), expected)
         backwards = run(engine, prompts[::-1])
         assert_same((backwards[0][::-1], backwards[1][::-1]), expected)
         assert engine.runner.replays > 0
