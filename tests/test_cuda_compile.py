@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import headrace.backends.cuda as package
-from headrace.backends.cuda import gemm, loader, nvrtc
+from headrace.backends.cuda import delta, gemm, loader, nvrtc
 from headrace.backends.cuda.gemm import Epilogue, Product, variant_of
 from headrace.backends.cuda.nvrtc import CudaUnavailable, KernelError, Variant
 from headrace.layers.block_fp8 import BlockFp8Weight, blocks_of
@@ -132,6 +132,15 @@ def test_every_product_of_a_known_model_is_in_the_registry(name, dtype):
     for product in asked.products:
         for rows in range(1, gemm.MAX_ROWS + 1):
             assert variant_of(product, rows, dtype, 132).source in gemm.VARIANTS, product
+
+
+@pytest.mark.parametrize("name", [name for name, c in KNOWN_CONFIGS.items() if c.linear])
+def test_every_linear_layer_of_a_known_model_is_in_the_registry(name):
+    sizes = KNOWN_CONFIGS[name].linear
+    for dtype in gemm.ELEMENTS:
+        step = delta.DeltaStep(sizes, dtype)
+        kernels = (step._few, step._many, delta._prefill_kernel(sizes, dtype))
+        assert {kernel.source for kernel in kernels} <= set(delta.VARIANTS)
 
 
 def test_no_program_is_listed_twice():
