@@ -10,9 +10,10 @@ import sys
 import pytest
 
 from headrace import cli
-from headrace.bench.batch import Shape, bench_batch, make_shapes, room
+from headrace.bench.batch import Shape, add_floor, bench_batch, make_row, make_shapes, room
 from headrace.bench.drive import Run, Step, drive, random_prompts
 from headrace.bench.env import machine
+from headrace.bench.floor import Floor
 from headrace.bench.latency import bench_latency
 from headrace.bench.loadback import bench_loadback, serve
 from headrace.bench.loadback import room as loadback_room
@@ -26,7 +27,8 @@ from headrace.errors import ConfigError
 ROW_KEYS = {
     "pp", "tg", "b", "n_kv", "t_pp_s", "s_pp_tps", "t_tg_s", "s_tg_tps", "t_s", "s_tps",
     "step_ms_median", "step_ms_p95", "speedup_vs_b1", "parity", "valid", "reason",
-    "concurrency", "concurrency_asked", "cached_tokens",
+    "concurrency", "concurrency_asked", "cached_tokens", "device_ms_median", "prefill_device_s",
+    "step_ms_floor", "floor_ratio", "prefill_ms_floor", "prefill_floor_ratio",
 }  # fmt: skip
 # BEN-07 by name.
 ENV_KEYS = {
@@ -157,6 +159,45 @@ def test_steps_that_also_prefill_are_no_decode_steps(tiny_qwen3):
     assert row["concurrency"] < row["concurrency_asked"]
 
 
+# 10 GB/s and 1 TFLOP/s; 4 MB of weights.
+FLOOR = Floor(
+    bytes_per_s=1e10,
+    flops_per_s=1e12,
+    fixed_bytes=4_000_000,
+    row_bytes=100_000,
+    token_bytes=1_000,
+    token_flops=4_000_000,
+    row_flops=500_000,
+    pair_flops=2_000,
+)
+
+
+def test_the_floor_of_a_step_is_its_bytes_and_that_of_a_prompt_its_products():
+    assert FLOOR.step_ms(1, 0) == pytest.approx(0.41)
+    assert FLOOR.step_ms(8, 100) == pytest.approx(0.4 + 8 * (0.01 + 0.01))
+    pairs = 100 * 101 / 2
+    flops = 2 * (100 * 4e6 + 5e5 + pairs * 2_000)
+    assert FLOOR.prefill_ms(2, 100) == pytest.approx(flops / 1e12 * 1e3)
+    # One token reads the weights for nearly nothing.
+    assert FLOOR.prefill_ms(1, 1) == FLOOR.step_ms(1, 1)
+
+
+def test_every_row_has_its_floors_and_how_far_off_it_is():
+    steps = [Step(0.05, 0, 2), *[Step(0.002, 2, 2, device_s=0.001)] * 20]
+    run = Run(wall_s=0.1, steps=steps, results=[FakeResult([1] * 21) for _ in range(2)])
+    shape = Shape(70, 21, 2)
+    row = make_row(shape, [run], [[1] * 21] * 2)
+    assert row["floor_ratio"] is row["prefill_floor_ratio"] is None
+    add_floor(row, shape, None)
+    assert row["step_ms_floor"] is None
+    add_floor(row, shape, FLOOR)
+    assert row["step_ms_floor"] == FLOOR.step_ms(2, 70 + 10.5)
+    assert row["floor_ratio"] == pytest.approx(2.0 / row["step_ms_floor"])
+    assert row["device_ms_median"] == pytest.approx(1.0)
+    assert row["prefill_ms_floor"] == FLOOR.prefill_ms(2, 70)
+    assert row["prefill_floor_ratio"] == pytest.approx(60 / row["prefill_ms_floor"])
+
+
 def test_percentiles_need_samples():
     """BEN-03: P99 needs 100 samples, P95 20, P90 10."""
     for percent, least in ((99, 100), (95, 20), (90, 10)):
@@ -216,6 +257,9 @@ def test_latency_compares_two_engines_and_says_so(tiny_qwen3):
     assert report.rows[1]["lone_ratio_claimed"] == 1.05
     assert all(row["step_samples"] == 2 * 23 for row in report.rows)
     assert all(row["ttft_ms_median"] > 0 for row in report.rows)
+    # A CPU has no clock and no floor of its own, and says so in every row.
+    for row in report.rows:
+        assert row["device_ms_median"] is row["step_ms_floor"] is row["floor_ratio"] is None
     with pytest.raises(ConfigError, match="max_batch_size=1"):
         bench_latency(dataclasses.replace(config, max_batch_size=1))
 

@@ -181,6 +181,7 @@ def test_variables_of_tests_and_strangers_are_let_pass():
     env = {
         "HEADRACE_CHECK": "1",
         "HEADRACE_SOAK": "1",
+        "HEADRACE_SMOLLM2": "folder",
         "HEADRACE_TEST_WEIGHTS": "/w",
         "PATH": "/bin",
         "QWEN_OTHER": "x",

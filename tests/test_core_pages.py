@@ -362,6 +362,7 @@ def test_pag_04_a_group_that_fails_at_any_item_leaves_nothing(addressing):
 
 @given(geometry=st.tuples(st.integers(1, 60), st.integers(1, 64)), data=st.data())
 def test_int_03_entries_are_a_bijection_below_the_flag(geometry, data):
+    """INT-03, GRF-03: a page or start outside of the pool is an error, never an entry."""
     N, L = geometry
     w = data.draw(st.integers(1, L))
     pages = PageAllocator(N, L, 64, slot_widths=w)

@@ -12,10 +12,12 @@ from headrace import ConfigError, Engine, EngineConfig
 from headrace._core import SamplingSpec, build_plan
 from headrace.backends.cuda import gemm, many_rows
 from headrace.backends.cuda.loader import require_gpu
+from headrace.backends.cuda.memory import step_bytes
 from headrace.backends.cuda.step_arrays import StepArrays, StepShape, shape_of
 from headrace.layers import block_fp8
 from headrace.loading.build import load_model
 from headrace.loading.resolve import resolve_model
+from headrace.models.known import KNOWN_CONFIGS
 
 SPEC = SamplingSpec()
 
@@ -108,23 +110,25 @@ def test_sizes_with_other_bits_are_left_out(monkeypatch):
 
 
 @pytest.mark.parametrize("silu_mul", [False, True])
-@pytest.mark.parametrize("itemsize", [1, 2])
-def test_a_matrix_is_cut_so_that_it_fits(itemsize, silu_mul):
+@pytest.mark.parametrize("codes", [False, True])
+def test_a_matrix_is_cut_so_that_it_fits(codes, silu_mul):
     for rows in (16, 96, 1024, 4096, 5120, 6144, 16384, 34816, 151936):
         for columns in (64, 1024, 4096, 17408):
-            size = (rows, columns * itemsize)
-            tiling = gemm.tiling_of(*size, itemsize, 132, silu_mul=silu_mul)
-            assert gemm.fits(tiling, *size, 132, silu_mul=silu_mul)
+            epilogue = gemm.Epilogue.SILU_MUL if silu_mul else gemm.Epilogue.NONE
+            product = gemm.Product(rows, columns, codes, epilogue)
+            tiling = product.tiling(2, 132)
+            assert product.fits(tiling, 2, 132)
             if tiling.k_split > 1:
                 # Every cluster has one group, all run at once, and each half has a step.
                 assert -(-rows // tiling.rows) * tiling.k_split <= 132
-                assert size[1] > tiling.k_warps * 64
+                assert columns * (1 if codes else 2) > tiling.k_warps * 64
 
 
 def test_a_narrow_matrix_is_shared_and_a_small_one_leaves_room():
-    assert gemm.tiling_of(5120, 17408, 1, 132).k_split == 2
-    for rows, columns, silu_mul in ((4096, 1024, False), (6144, 1024, True), (1024, 3072, False)):
-        tiling = gemm.tiling_of(rows, 2 * columns, 2, 132, silu_mul=silu_mul)
+    assert gemm.Product(5120, 17408, codes=True).tiling(2, 132).k_split == 2
+    gate_up = gemm.Product(6144, 1024, epilogue=gemm.Epilogue.SILU_MUL)
+    for product in (gemm.Product(4096, 1024), gate_up, gemm.Product(1024, 3072)):
+        rows, tiling = product.matrix_rows, product.tiling(2, 132)
         assert -(-rows // tiling.rows) * tiling.k_split <= 66
 
 
@@ -178,3 +182,38 @@ def test_dummy_weights_of_a_known_configuration_are_seeded():
     source = resolve_model("smollm2-135m", load_format="dummy")
     one, other = (load_model(source, load_format="dummy", seed=seed).model for seed in (0, 0))
     assert torch.equal(one._embedding, other._embedding)
+
+
+def test_steps_on_a_gpu_are_counted_before_pools_are_made():
+    """HST-18: scratch (kv_formats.md section 5), KV of a gathered prompt, arrays of a graph."""
+    options = {"max_context": 65_536, "page_tokens": 64, "max_batch_tokens": 512, "itemsize": 2}
+    dense = KNOWN_CONFIGS["qwen3-8b"]
+    found = step_bytes(dense, slots=8, **options)
+    attention = 8 * 8 * (65_536 // 512) * 4 * (128 + 2) * 4
+    gathered = 2 * 65_536 * 8 * 128 * 2
+    table = 8 * (65_536 // 64) * 4
+    logits = 8 * 151_936 * 4
+    assert 0 < found - (attention + gathered + table + logits) < 2_000
+    # Seven slots are served by the graph of eight rows.
+    assert step_bytes(dense, slots=7, **options) == found
+    hybrid = KNOWN_CONFIGS["qwen3.5-27b"]
+    more = options | {"max_batch_tokens": 1024}
+    mixer = step_bytes(hybrid, slots=8, **more) - step_bytes(hybrid, slots=8, **options)
+    assert mixer == 512 * ((3 * 10_240 + 3 * 6_144) * 2 + 6_144 * 4)
+
+
+def test_pools_are_refused_where_steps_would_not_fit_beside_them(tiny_qwen3, monkeypatch):
+    """HST-18: what steps take is kept free; the error names both, and nothing is allocated."""
+    config = EngineConfig(model=str(tiny_qwen3.path), max_context=64, max_batch_size=2)
+    with Engine(config) as engine:
+        pools = engine.kv.bytes_total
+    steps = 1_000_000
+    monkeypatch.setattr(Engine, "_step_bytes", lambda *_: steps)
+    monkeypatch.setattr("headrace.engine.available_bytes", lambda _device: pools + steps)
+    with Engine(config) as engine:
+        assert engine.step_bytes == steps
+    monkeypatch.setattr("headrace.engine.available_bytes", lambda _device: pools + steps - 1)
+    monkeypatch.setattr("headrace.engine.KVCache", None)
+    words = f"need {pools:,} bytes .* {pools - 1:,} are free beside 1,000,000"
+    with pytest.raises(ConfigError, match=words):
+        Engine(config)

@@ -5,12 +5,21 @@ import pkgutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import headrace.backends.cuda as package
-from headrace.backends.cuda import loader, nvrtc
+from headrace.backends.cuda import delta, gemm, loader, nvrtc
+from headrace.backends.cuda.gemm import Epilogue, Product, variant_of
 from headrace.backends.cuda.nvrtc import CudaUnavailable, KernelError, Variant
+from headrace.layers.block_fp8 import BlockFp8Weight, blocks_of
+from headrace.models.decoder import DecoderModel
+from headrace.models.known import KNOWN_CONFIGS
+from headrace.models.quantization import FP8_BLOCK
+from headrace.models.tensors import expected_tensors, may_be_fp8
+from tiny_models import make_batch
 
 ELF = b"\x7fELF"
 
@@ -44,6 +53,95 @@ def test_every_variant_compiles(module):
 def test_every_kernel_file_is_in_the_registry():
     named = {variant.file for variants in VARIANTS.values() for variant in variants}
     assert named == {path.name for path in nvrtc.source_folder().glob("*.cu")}
+
+
+class Asked:
+    """A backend that computes nothing, and notes what the CUDA backend would ask the compiler."""
+
+    name, device, deterministic = "asked", torch.device("meta"), True
+
+    def __init__(self, config):
+        self.config, self.products = config, set()
+        self.shapes = expected_tensors(config)
+
+    def get(self, name):
+        """Stand in for a checkpoint, too."""
+        shape = self.shapes[name]
+        if self.config.weight_format != FP8_BLOCK or not may_be_fp8(name, shape):
+            return torch.empty(shape, device="meta")
+        blocks = [blocks_of(extent) for extent in shape]
+        codes = torch.empty(shape, dtype=torch.float8_e4m3fn, device="meta")
+        return BlockFp8Weight(codes, torch.empty(blocks, device="meta"))
+
+    def check_model(self, config, dtype):
+        pass
+
+    def pack_linear(self, weight):
+        return weight
+
+    def linear(self, x, weight, *, decode_rows, residual=None, wide=False):
+        assert decode_rows == x.shape[0]
+        assert x.shape[1] == weight.shape[1]
+        epilogue = Epilogue.NONE if residual is None else Epilogue.RESIDUAL
+        return self._product(x, weight, epilogue, wide)
+
+    def linear_silu_mul(self, x, weight, *, decode_rows):
+        return self._product(x, weight, Epilogue.SILU_MUL, False)[:, : weight.shape[0] // 2]
+
+    def _product(self, x, weight, epilogue, wide):
+        codes = isinstance(weight, BlockFp8Weight)
+        self.products.add(Product(*weight.shape, codes, epilogue, wide))
+        return x.new_empty(x.shape[0], weight.shape[0])
+
+    def embed(self, ids, table):
+        return table.new_empty(len(ids), table.shape[1])
+
+    def rms_norm(self, x, weight, eps):
+        return x
+
+    rms_norm_wide = rms_norm
+
+    def sigmoid_gate(self, x, gate):
+        return x
+
+    def rotary(self, rope, positions):
+        return rope, positions
+
+    def rotate_append(self, layer, kv, batch, q, *rest):
+        return q
+
+    def attention_decode(self, q, *rest):
+        return q.contiguous()
+
+    def delta_mix_step(self, x, qkv, z, *rest):
+        return z
+
+
+@pytest.mark.parametrize("name", KNOWN_CONFIGS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_product_of_a_known_model_is_in_the_registry(name, dtype):
+    """A decode step of the whole model, without memory."""
+    config = KNOWN_CONFIGS[name]
+    asked = Asked(config)
+    model = DecoderModel(config, asked, dtype, asked)
+    state = SimpleNamespace(conv=[None] * config.num_layers, recurrent=[None] * config.num_layers)
+    model.forward(make_batch(decode=[(1, 0, 5), (2, 1, 7)]), None, state)
+    assert asked.products == gemm.products_of(config)
+    if config.weight_format == FP8_BLOCK and dtype != torch.bfloat16:
+        return  # refused at construction
+    for product in asked.products:
+        for rows in range(1, gemm.MAX_ROWS + 1):
+            assert variant_of(product, rows, dtype, 132).source in gemm.VARIANTS, product
+
+
+@pytest.mark.parametrize("name", [name for name, c in KNOWN_CONFIGS.items() if c.linear])
+def test_every_linear_layer_of_a_known_model_is_in_the_registry(name):
+    sizes = KNOWN_CONFIGS[name].linear
+    for dtype in gemm.ELEMENTS:
+        step = delta.DeltaStep(sizes, dtype)
+        prefill = delta.DeltaPrefill(sizes, dtype, torch.device("meta"))
+        kernels = (step._few, step._many, prefill._kernel)
+        assert {kernel.source for kernel in kernels} <= set(delta.VARIANTS)
 
 
 def test_no_program_is_listed_twice():

@@ -448,6 +448,25 @@ class TestBatchApi:
             engine.batch_decode_step([request])
         assert len(request.generated_tokens) == 1
 
+    def test_a_length_that_is_stale_or_negative_is_refused(self, engine):
+        """GRF-03: before anything runs; a slot that the caller made up is not looked at."""
+        request = BatchedRequest(request_id=1, prompt_tokens=[1, 2, 3], sampling=SHORT)
+        engine.allocate_slot(1)
+        request.seq_len = -1
+        with pytest.raises(InvalidRequest, match="seq_len=-1"):
+            engine.batch_prefill([request])
+        request.seq_len = 0
+        engine.batch_prefill([request])
+        assert request.seq_len == 3
+        for wrong in (-1, 0, 2, 4, 2**31, 2**63):
+            request.seq_len = wrong
+            with pytest.raises(InvalidRequest, match=f"seq_len={wrong}"):
+                engine.batch_decode_step([request])
+            assert len(request.generated_tokens) == 1
+        request.seq_len, request.slot_id = 3, -1
+        with pytest.raises(InvalidRequest, match="slot was freed"):
+            engine.batch_decode_step([request])
+
     def test_a_forward_that_raises_finishes_its_requests(self, engine):
         requests = [BatchedRequest(request_id=i, prompt_tokens=[1, i]) for i in range(2)]
         for request in requests:

@@ -4,6 +4,8 @@ kv_formats.md section 7 and cases KVD-03, PFX-03, PFX-06, BAT-03: alone, batched
 reused slot full of NaN, the tokens of a request are the same (fp32 compute).
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from headrace import BatchedRequest, ConfigError, Engine, EngineConfig, Sampling
 from headrace.bench.quality import bench_quality
 from headrace.kv.state import SnapshotPoint
 from headrace.llm import LLM
+from headrace.models.known import KNOWN_CONFIGS
 
 FORMATS = {
     "auto": {},
@@ -103,6 +106,37 @@ def test_an_option_of_another_format_is_refused(tiny, kv_dtype):
     path = tiny("tiny_qwen3").path
     with pytest.raises(ConfigError, match="int8_rotate"):
         make(path, kv_dtype=kv_dtype, int8_rotate=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_runs_in_slots_and_pages(tiny, name, dtype):
+    """KVD-04: prefill and batched decode; LOW windows: test_low_streaming, kernels: tests/gpu."""
+    options = FORMATS[name] | {"dtype": dtype, "deterministic": "on"}
+    answers = []
+    for layout in ("slots", "paged"):
+        with make(tiny("tiny_qwen3").path, kv_layout=layout, **options) as llm:
+            assert llm.engine.capabilities.kv_layouts == (layout,)
+            answers.append(tokens(llm.generate(PROMPTS, PARAMS)))
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("layout", ["slots", "paged"])
+@pytest.mark.parametrize(
+    ("words", "head_dim", "options"),
+    [
+        ("turboquant_k8v4 with head_dim 96", 96, {"kv_dtype": "turboquant_k8v4"}),
+        ("rotated with head_dim 96", 96, {"kv_dtype": "int8_per_token_head", "int8_rotate": True}),
+        ("block 64 with head_dim 96", 96, {"kv_dtype": "fp8_e4m3", "fp8_block": 64}),
+        ("fp8_e4m3 with head_dim 24", 24, {"kv_dtype": "fp8_e4m3"}),
+    ],
+)
+def test_a_combination_nobody_has_is_refused_by_name(monkeypatch, words, head_dim, options, layout):
+    """KVD-04: at construction."""
+    small = replace(KNOWN_CONFIGS["smollm2-135m"], num_layers=2, vocab_size=512, head_dim=head_dim)
+    monkeypatch.setitem(KNOWN_CONFIGS, "small-odd", small)
+    with pytest.raises(ConfigError, match=words):
+        make("small-odd", load_format="dummy", kv_layout=layout, **options)
 
 
 def decode_to_end(engine, request):

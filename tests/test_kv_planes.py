@@ -336,6 +336,9 @@ def test_bench_reports_each_format_at_each_context():
         assert set(report.columns) <= set(row)
         assert 0 <= row["rel_l2"] < 0.15
         assert row["attention_ms_median"] > 0
+        # What only a GPU measures is there, and empty.
+        for name in ("attention_device_ms_median", "append_device_us_per_token", "floor_ratio"):
+            assert row[name] is None
     errors = {row["kv_dtype"]: row["rel_l2"] for row in report.rows if row["context"] == 80}
     assert errors["auto"] < 1e-5 < errors[INT8_LABEL] < errors[K8V4.label]
     with pytest.raises(ConfigError, match="context"):

@@ -16,7 +16,7 @@ from headrace.errors import ConfigError
 ENV_PREFIX = "HEADRACE_"
 ALIASES = {"QWEN_MAX_BATCH_SIZE": "max_batch_size", "HEADRACE_CACHE": "cache_dir"}
 # Read by the test suite and by diagnostics, so they are no engine options but no typos either.
-OTHER_VARIABLES = ("HEADRACE_CHECK", "HEADRACE_SOAK", "HEADRACE_REQUIRE_GPU")
+OTHER_VARIABLES = ("HEADRACE_CHECK", "HEADRACE_SOAK", "HEADRACE_REQUIRE_GPU", "HEADRACE_SMOLLM2")
 TEST_PREFIX = "HEADRACE_TEST_"
 
 CHUNK_TOKENS = 64  # a prefill is cut at multiples of this, in absolute position

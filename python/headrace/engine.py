@@ -135,10 +135,14 @@ class Engine:
         state_bytes = loaded.config.state_bytes_per_slot(dtype.itemsize)
         host = self._host_sizes(layout, state_bytes)
         staging = min(config.max_batch_size, _MAX_STAGING) if host and host.snapshots else 0
+        # Bytes beside weights and pools that steps are expected to take at most.
+        self.step_bytes = self._step_bytes(dtype, page_tokens)
+        kept = (host.nbytes if host else 0) + self.step_bytes
         _check_memory(
             layout.pool_bytes(pages, page_tokens),
             (config.max_batch_size + staging) * state_bytes,
-            available_bytes(self.device) - (host.nbytes if host else 0) - self._reserve(dtype),
+            available_bytes(self.device) - kept,
+            kept,
         )
         self.kv = KVCache(
             loaded.config,
@@ -178,18 +182,27 @@ class Engine:
         self._request_count = itertools.count()
         self._closed = False
 
-    def _reserve(self, dtype: torch.dtype) -> int:
+    def _step_bytes(self, dtype: torch.dtype, page_tokens: int) -> int:
         """Bytes to leave free for what steps and graphs allocate; a CPU counts no such thing."""
         if self.device.type != "cuda":
             return 0
+        from headrace.backends.cuda.memory import step_bytes
+
         torch.cuda.empty_cache()  # what loading left would count as taken
-        config = self.config
-        return _GPU_RESERVE_BYTES + workspace_bytes(
-            self.model_config,
-            config.max_batch_size,
-            self.max_context,
-            config.max_batch_tokens,
-            dtype.itemsize,
+        config, model = self.config, self.model_config
+        slots, tokens, itemsize = config.max_batch_size, config.max_batch_tokens, dtype.itemsize
+        workspace = workspace_bytes(model, slots, self.max_context, tokens, itemsize)
+        return (
+            _GPU_RESERVE_BYTES
+            + workspace
+            + step_bytes(
+                model,
+                slots=slots,
+                max_context=self.max_context,
+                page_tokens=page_tokens,
+                max_batch_tokens=tokens,
+                itemsize=itemsize,
+            )
         )
 
     def _runner(self, model: DecoderModel) -> ModelRunner:
@@ -334,7 +347,8 @@ class Engine:
                 self._closed = True
                 if self.tier is not None:
                     self.tier.close()
-                del self.runner, self.kv, self.state, self.tier
+                # The kernels of a GPU hold the pools as well.
+                del self.runner, self.kv, self.state, self.tier, self.backend
 
     def __enter__(self) -> "Engine":
         return self
@@ -611,12 +625,17 @@ def _tokenizer(loaded: LoadedModel) -> Tokenizer | None:
     )
 
 
-def _check_memory(kv_bytes: int, state_bytes: int, available: int) -> None:
-    """Judge both pools together: memory reserved but never touched still counts as free."""
+def _check_memory(kv_bytes: int, state_bytes: int, available: int, kept: int) -> None:
+    """Judge both pools together: memory reserved but never touched still counts as free.
+
+    kept: bytes that `available` leaves out, for the host tier and for steps.
+    """
     if kv_bytes + state_bytes > available:
+        beside = f" beside {kept:,} that are kept for steps and copies" if kept else ""
         raise ConfigError(
-            f"KV pools need {kv_bytes:,} bytes and state pools {state_bytes:,}, {available:,} are "
-            "free; lower max_batch_size or max_context, or take a smaller kv_dtype"
+            f"KV pools need {kv_bytes:,} bytes and state pools {state_bytes:,}, "
+            f"{max(available, 0):,} are free{beside}; lower max_batch_size or max_context, or "
+            "take a smaller kv_dtype"
         )
 
 

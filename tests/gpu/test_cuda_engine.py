@@ -3,6 +3,7 @@
 Models are tiny and random; the same files are loaded on both devices.
 """
 
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -125,15 +126,16 @@ def test_half_precision_is_as_close_to_fp32_as_on_the_cpu(tiny, name, dtype):
 @pytest.mark.parametrize("name", ["tiny_llama", "tiny_qwen3_d128", "tiny_hybrid", "tiny_hybrid_27"])
 @pytest.mark.parametrize("layout", ["slots", "paged"])
 def test_bits_of_a_row_do_not_depend_on_the_batch(tiny, name, layout):
-    """B = 1..8, graphs and eager, arriving together and one after the other (GRF-05)."""
+    """BAT-01, BAT-04, GRF-05: B = 1..8, graphs and eager, arriving together and in turn."""
     model, prompts = tiny(name), prompts_of(8, longest=300)
     with make(model, dtype="bfloat16", kv_layout=layout) as engine:
         expected = alone(engine, prompts)
         for count in range(1, 9):
             part = (expected[0][:count], expected[1][:count])
             assert_same(run(engine, prompts[:count]), part)
-        # Decode rows beside prompts.
+        # Decode rows beside one prompt, and beside several (BAT-04).
         assert_same(run(engine, prompts, arrive=[2 * i for i in range(8)]), expected)
+        assert_same(run(engine, prompts, arrive=[0, 0, 3, 3, 3, 6, 6, 6]), expected)
         backwards = run(engine, prompts[::-1])
         assert_same((backwards[0][::-1], backwards[1][::-1]), expected)
         assert engine.runner.replays > 0
@@ -183,11 +185,11 @@ def fp8_model(monkeypatch):
 
 @pytest.mark.parametrize("name", ["tiny_qwen3_d128", "tiny_hybrid_27", "fp8"])
 def test_cuts_of_a_prompt_are_invisible(tiny, name, fp8_model):
-    """Alone, together, and cut at multiples of 64."""
+    """PFX-03: alone, together, and cut at multiples of 64."""
     options = fp8_model if name == "fp8" else {"model": str(tiny(name).path), "device": "cuda"}
     prompts = [random_prompt(400, seed=1), random_prompt(333, seed=2)]
     whole = None
-    for budget in (64, 128, 1024):
+    for budget in (64, 128, 192, 256, 1024):
         config = SMALL | {"dtype": "bfloat16"} | options | {"max_batch_tokens": budget}
         with Engine(EngineConfig(**config)) as engine:
             whole = whole or alone(engine, prompts, 4)
@@ -207,26 +209,35 @@ def test_fp8_weights(fp8_model, monkeypatch):
             assert relative(b[0], a[0]) < 0.15
 
 
-def test_nan_neighbours(tiny):
-    for name in ("tiny_qwen3_d128", "tiny_hybrid_27"):
-        prompts = prompts_of(4)
-        with make(tiny(name), dtype="bfloat16") as engine:
-            tokens, logits = run(engine, prompts)
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("layout", ["slots", "paged"])
+@pytest.mark.parametrize("name", ["tiny_qwen3_d128", "tiny_hybrid_27"])
+def test_nan_neighbours(tiny, name, layout, graphs):
+    """BAT-01: KV and state of all rows but one turn to NaN in the middle of a run."""
+    prompts = prompts_of(8)
+    with make(tiny(name), dtype="bfloat16", kv_layout=layout, cuda_graphs=graphs) as engine:
+        tokens, logits = alone(engine, prompts)
+        for count, kept in ((2, 0), (3, 2), (4, 1), (5, 3), (6, 5), (7, 0), (8, 4), (8, 7)):
 
-            def poison(plan, step, engine=engine):
+            def poison(plan, step, engine=engine, kept=kept):
                 if step != 3:
                     return
-                for tensor in engine.kv.pool.tensors.values():
-                    tensor[:, 1] = torch.nan
-                if engine.state is not None:
-                    for tensor in engine.state.tensors.values():
-                        tensor[:, 1] = torch.nan
+                for row, request in enumerate(plan.request_ids.tolist()):
+                    if request == kept:
+                        continue
+                    first, end = plan.table_offsets[row : row + 2]
+                    pages = torch.from_numpy(plan.block_tables[first:end].astype(np.int64))
+                    for tensor in engine.kv.pool.tensors.values():
+                        tensor[:, pages.to(engine.device)] = torch.nan
+                    if engine.state is not None:
+                        for tensor in engine.state.tensors.values():
+                            tensor[:, plan.slots[row]] = torch.nan
 
-            poisoned = run(engine, prompts, between=poison)
-            for row in (0, 2, 3):
-                assert poisoned[0][row] == tokens[row]
-                assert torch.equal(poisoned[1][row], logits[row])
-            assert poisoned[1][1][-1].isnan().all()
+            poisoned = run(engine, prompts[:count], between=poison)
+            assert poisoned[0][kept] == tokens[kept]
+            assert torch.equal(poisoned[1][kept], logits[kept])
+            for row in range(count):
+                assert row == kept or poisoned[1][row][-1].isnan().all()
 
 
 def checksums(engine, except_pages, except_slots):
@@ -246,7 +257,7 @@ def checksums(engine, except_pages, except_slots):
 @pytest.mark.parametrize("layout", ["slots", "paged"])
 @pytest.mark.parametrize("rows", [3, 5, 7])
 def test_padding_rows_touch_nothing(tiny, name, layout, rows):
-    """GRF-01: what no live row owns has the same bits after every step, the last of it too."""
+    """GRF-01: what no live row writes has the same bits after every step, the last slot too."""
     with make(tiny(name), dtype="bfloat16", kv_layout=layout) as engine:
         engine.kv.fill_poison()
         if engine.state is not None:
@@ -258,11 +269,15 @@ def test_padding_rows_touch_nothing(tiny, name, layout, rows):
                 after = checksums(engine, seen["pages"], seen["slots"])
                 for a, b in zip(after, seen["before"], strict=True):
                     assert torch.equal(a, b)
+            if layout == "slots":
+                assert engine.kv.pages - 1 not in plan.slots
+            seen["plan"] = plan
             seen["pages"] = set(plan.token_pages.tolist())
             seen["slots"] = set(plan.slots.tolist())
             seen["before"] = checksums(engine, seen["pages"], seen["slots"])
 
         logits = run(engine, prompts_of(rows), between=watch)[1]
+        watch(seen["plan"], None)  # after the last step
         assert all(row.isfinite().all() for row in logits)
         assert engine.runner.replays > 0
 
@@ -366,20 +381,29 @@ def test_bench_kv_measures_the_kernels():
     on_cpu = bench_kv(contexts=(1024,), repeat=1)
     for ours, theirs in zip(report.rows, on_cpu.rows, strict=True):
         assert ours["rel_l2"] < 1.1 * theirs["rel_l2"] + 5e-3
-        assert ours["attention_ms_median"] > 0
-        assert ours["floor_ratio"] > 0
+        for name in ("attention", "append_one", "append"):
+            kinds = {"attention": "ms_median", "append_one": "us", "append": "us_per_token"}
+            wall, device = (ours[f"{name}_{on}{kinds[name]}"] for on in ("", "device_"))
+            assert 0 < device <= wall
+        assert ours["parity"] is True
+        # Cold memory is not read faster than a copy by much.
+        assert ours["floor_ratio"] > 0.8
+        assert ours["append_floor_ratio"] > 0.5
 
 
 @pytest.fixture(scope="module")
-def smollm2():
+def smollm2(cache_dir):
+    """Unlike elsewhere no weights are no failure: a GPU machine may have no network."""
+    given = os.environ.get("HEADRACE_SMOLLM2")
     try:
-        return pull("smollm2", None)
+        return Path(given) if given else pull("smollm2", cache_dir)
     except DownloadError as error:
-        pytest.skip(f"no weights: {error}")
+        pytest.skip(f"HEADRACE_SMOLLM2 is not set, and no weights: {error}")
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_layout": "paged"}, {"cuda_graphs": False}])
 def test_smollm2_gives_the_ids_of_the_fixture(smollm2, smollm2_fixture, options):
+    """BAT-08: the reference is transformers in fp32 on a CPU."""
     prompts = [prompt["prompt_ids"] for prompt in smollm2_fixture["prompts"]]
     expected = [prompt["greedy_ids"] for prompt in smollm2_fixture["prompts"]]
     params = SamplingParams(max_tokens=64, ignore_eos=True)

@@ -173,6 +173,7 @@ def test_a_row_depends_on_itself_alone(name):
 
 
 def test_padding_rows_touch_nothing():
+    """GRF-01, GRF-03: a negative slot."""
     layer = layer_of("27b", BF16)
     step = step_of(layer, BF16)
     live = [3, -1, 6, -1, -1, 2, -1, -7]

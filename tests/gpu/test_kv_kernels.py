@@ -1,5 +1,7 @@
 """KV kernels on the device: bytes against the reference codecs, attention against float64."""
 
+import math
+
 import pytest
 import torch
 from kv_setup import (
@@ -93,6 +95,7 @@ def test_append_writes_the_bytes_of_the_reference(kv_format, head_dim, dtype):
 
 @every_format
 def test_rows_that_are_padding_or_out_of_range_write_nothing(kv_format):
+    """GRF-03."""
     pool = new_pool(kv_format, layers=2, kv_heads=2, head_dim=128, pages=4, page_tokens=32)
     pool.fill_poison()
     before = checksums(pool)
@@ -345,6 +348,7 @@ def test_bits_of_a_row_do_not_depend_on_its_neighbours(kv_format):
 
 @all_formats
 def test_padding_rows_read_nothing_and_change_nothing(kv_format):
+    """GRF-01, GRF-03: for decode attention alone."""
     case = build(kv_format, 256, 1, [300, 40], "slots")
     kernels = KVKernels(case.pool, query_heads=6, max_rows=8, max_context=300)
     q = noise(8, 6, 256, seed=2, dtype=kv_format.model_dtype).float()
@@ -434,15 +438,105 @@ def test_gather_gives_what_is_stored(kv_format, head_dim):
                 assert torch.equal(ours, wanted.to(dtype)), (which, dtype, restore)
 
 
+# ---- guards ------------------------------------------------------------------------------------
+
+GUARD, GUARD_BYTES = 0xA5, 4096
+
+
+def guarded_pool(layout, pages, page_tokens):
+    """Planes in one piece of memory, each between guard bytes; and a mask of these."""
+    sizes = [
+        math.prod(layout.plane_shape(plane, pages, page_tokens)) * plane.dtype.itemsize
+        for plane in layout.planes
+    ]
+    step = [-(-size // 256) * 256 + GUARD_BYTES for size in sizes]
+    memory = torch.full((sum(step) + GUARD_BYTES,), GUARD, dtype=torch.uint8, device=DEVICE)
+    guard = torch.ones_like(memory, dtype=torch.bool)
+    tensors, start = {}, GUARD_BYTES
+    for plane, size, width in zip(layout.planes, sizes, step, strict=True):
+        guard[start : start + size] = False
+        shape = layout.plane_shape(plane, pages, page_tokens)
+        tensors[plane.name] = memory[start : start + size].view(plane.dtype).view(shape)
+        start += width
+    pool = PlanePool(layout, tensors, pages=pages, page_tokens=page_tokens)
+    return memory, guard, pool
+
+
+@every_head_dim
+@every_format
+def test_random_traffic_keeps_guards_and_foreign_rows(kv_format, head_dim):
+    """KVD-05: appends, pages given away and pages copied in, attention and gather in between."""
+    pages, page_tokens, kv_heads, layers = 6, 32, 3, 2
+    layout = KVLayout(kv_format=kv_format, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
+    memory, guard, pool = guarded_pool(layout, pages, page_tokens)
+    model = PlanePool.allocate(layout, pages=pages, page_tokens=page_tokens)
+    saved = PlanePool.allocate(layout, pages=pages, page_tokens=page_tokens)
+    for one in (pool, model, saved):
+        one.fill_poison()
+    kernels = kernels_of(pool, group=2, max_context=pages * page_tokens)
+    generator = torch.Generator().manual_seed(head_dim)
+
+    def below(limit, count=1):
+        return torch.randint(0, limit, (count,), generator=generator)
+
+    table = torch.randperm(pages, generator=generator).to(DEVICE, torch.int32).view(1, pages)
+    for round_ in range(40):
+        layer, kind = int(below(layers)), round_ % 4
+        page, other = (int(below(pages)) for _ in range(2))
+        if kind < 2:
+            cells = torch.randperm(pages * page_tokens, generator=generator)[: int(below(30)) + 1]
+            where, offsets = cells // page_tokens, cells % page_tokens
+            k, v = (noise(len(cells), kv_heads, head_dim, seed=s, dtype=BF16) for s in (1, 2))
+            kernels.append(layer, where.to(DEVICE), offsets.to(DEVICE), k, v)
+            model.append(layer, where, offsets, k.cpu(), v.cpu())
+        elif kind == 2:  # evicted: saved, and somebody else's poison comes instead
+            for name, tensor in model.tensors.items():
+                saved.tensors[name][:, other] = tensor[:, page]
+                for owner in (tensor, pool.tensors[name]):
+                    owner[:, page].view(torch.uint8).fill_(0xFF)
+        else:  # loaded
+            for name, tensor in model.tensors.items():
+                tensor[:, page] = saved.tensors[name][:, other]
+                pool.tensors[name][:, page] = saved.tensors[name][:, other].to(DEVICE)
+        length = int(below(pages * page_tokens)) + 1
+        q = noise(1, 2 * kv_heads, head_dim, seed=round_)
+        kernels.attention_decode(
+            layer,
+            q,
+            table,
+            torch.tensor([length], dtype=torch.int32, device=DEVICE),
+            out=torch.empty_like(q),
+        )
+        pair = torch.empty((2, length, kv_heads, head_dim), dtype=BF16, device=DEVICE)
+        kernels.gather(layer, table[0], 0, k_out=pair[0], v_out=pair[1])
+    assert (memory[guard] == GUARD).all()
+    for name, tensor in model.tensors.items():
+        ours = pool.tensors[name].cpu().view(torch.uint8)
+        assert torch.equal(ours, tensor.view(torch.uint8)), name
+
+
+def test_planes_with_gaps_are_refused():
+    """KVD-05: the kernels know no other strides than those of a contiguous plane."""
+    layout = KVLayout(kv_format=FORMATS[0], layers=1, kv_heads=2, head_dim=64)
+    wide = torch.empty((1, 2, 16, 2, 96), dtype=BF16, device=DEVICE)[..., :64]
+    pool = PlanePool(layout, {"k": wide, "v": wide.clone()}, pages=2, page_tokens=16)
+    with pytest.raises(ConfigError, match="KV plane k is not contiguous"):
+        kernels_of(pool)
+
+
 # ---- addresses beyond 32 bits ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("name", "layers"), [("int8_per_token_head", 2), ("auto", 1)], ids=["int8", "bf16"]
+    ("name", "layers", "slots"),
+    [("int8_per_token_head", 2, 9), ("auto", 1, 9), ("int8_per_token_head", 2, 8)],
+    ids=["int8", "bf16", "int8 8 slots"],
 )
-def test_pools_of_more_than_2_31_elements(name, layers):
+def test_pools_of_more_than_2_31_elements(name, layers, slots):
+    """INT-01."""
     kv_format = parse_kv_format(name, model_dtype=BF16)
-    slots, context, kv_heads, head_dim = 9, 262_144, 4, 256
+    context, kv_heads, head_dim = 262_144, 4, 256
+    far = slots - 1
     pool = new_pool(
         kv_format,
         layers=layers,
@@ -453,7 +547,7 @@ def test_pools_of_more_than_2_31_elements(name, layers):
     )
     assert pool.tensors["k"].numel() > 2**31
     pool.fill_poison()
-    places = [(slot, row) for slot in (0, 7, 8) for row in (0, context - 1)]
+    places = [(slot, row) for slot in sorted({0, 7, far}) for row in (0, context - 1)]
     pages, offsets = (torch.tensor(x) for x in zip(*places, strict=True))
     kernels = kernels_of(pool, group=6, max_context=context)
     x = noise(len(places), kv_heads, head_dim, seed=1, dtype=BF16)
@@ -479,7 +573,7 @@ def test_pools_of_more_than_2_31_elements(name, layers):
     # A whole context at the far end of the pool.
     layer = layers - 1
     for name_, tensor in pool.tensors.items():
-        rows = tensor[layer, 8]
+        rows = tensor[layer, far]
         if rows.dtype == FP16:
             rows.copy_(noise(*rows.shape, seed=2).abs() * 0.01)
         elif rows.dtype == torch.int8:
@@ -489,21 +583,32 @@ def test_pools_of_more_than_2_31_elements(name, layers):
         del name_
     q = noise(2, 24, head_dim, seed=3, dtype=BF16).float()
     out = torch.empty_like(q)
-    table = slot_table(torch.tensor([8, -1], device=DEVICE))
+    table = slot_table(torch.tensor([far, -1], device=DEVICE))
     lengths = torch.tensor([context, 0], dtype=torch.int32, device=DEVICE)
     kernels.attention_decode(layer, q, table, lengths, out=out)
     for head in range(kv_heads):
         k, v = (
             side[:, head : head + 1]
             for side in (
-                pool_read(pool, kv_format, "k", layer, 8, head),
-                pool_read(pool, kv_format, "v", layer, 8, head),
+                pool_read(pool, kv_format, "k", layer, far, head),
+                pool_read(pool, kv_format, "v", layer, far, head),
             )
         )
         ours = out[0, 6 * head : 6 * head + 6].double()
         reference = exact_attention(kv_format, q[0, 6 * head : 6 * head + 6], k, v)
         rel = (ours - reference).norm() / reference.norm()
         assert rel <= REL_L2, float(rel)
+
+    # The same data in the first layer's first slot, and elsewhere, has the same bits.
+    assert torch.equal(out[1], torch.zeros_like(out[1]))
+    for other_layer, slot in ((0, 0), (layer, 0), (layer, 7)):
+        for tensor in pool.tensors.values():
+            if (other_layer, slot) != (layer, far):
+                tensor[other_layer, slot].copy_(tensor[layer, far])
+        again = torch.empty_like(q)
+        table = slot_table(torch.tensor([slot, -1], device=DEVICE))
+        kernels.attention_decode(other_layer, q, table, lengths, out=again)
+        assert torch.equal(again, out), (other_layer, slot)
 
 
 def pool_read(pool, kv_format, which, layer, page, head):
@@ -520,6 +625,7 @@ def pool_read(pool, kv_format, which, layer, page, head):
 
 
 def test_sizes_the_kernels_do_not_have_are_refused():
+    """INT-01: at construction, before any address is formed."""
     pool = new_pool(FORMATS[0], layers=1, kv_heads=2, head_dim=64, pages=1, page_tokens=16)
     for heads, context in ((18, 16), (3, 16), (2, 2**20 + 1)):
         with pytest.raises(ConfigError):

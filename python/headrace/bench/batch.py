@@ -36,6 +36,8 @@ _COLUMNS = (
     "n_kv",
     "t_pp_s",
     "s_pp_tps",
+    "prefill_ms_floor",
+    "prefill_floor_ratio",
     "t_tg_s",
     "s_tg_tps",
     "t_s",
@@ -147,6 +149,7 @@ def bench_batch(
             add_floor(row, shape, floor)
         env = describe(engine)
         env["copy_gb_per_s"] = None if floor is None else floor.bytes_per_s / 1e9
+        env["product_tflops"] = None if floor is None else floor.flops_per_s / 1e12
         env["graph_replays"] = engine.runner.replays
         return Report(env, rows, _COLUMNS)
 
@@ -198,6 +201,8 @@ def make_row(shape: Shape, runs: Sequence[Run], alone: Sequence[Sequence[int]]) 
         ),
         "step_ms_floor": None,
         "floor_ratio": None,
+        "prefill_ms_floor": None,
+        "prefill_floor_ratio": None,
         "speedup_vs_b1": None,
         "concurrency": median([run.concurrency for run in runs]),
         "concurrency_asked": shape.batch,
@@ -219,13 +224,20 @@ def add_speedups(rows: Sequence[dict[str, Value]]) -> None:
 
 
 def add_floor(row: dict[str, Value], shape: Shape, floor: Floor | None) -> None:
-    """Set `step_ms_floor` at the mean context of the decode steps, and how far off a step is."""
+    """Set the least time of a decode step and of the prompts, and how far off the real ones are.
+
+    A decode step is judged at the mean context of all of them.
+    """
     if floor is None:
         return
     least = floor.step_ms(shape.batch, shape.prompt_len + shape.gen_len / 2)
     row["step_ms_floor"] = least
     step = row["step_ms_median"]
     row["floor_ratio"] = step / least if isinstance(step, float) else None
+    least = floor.prefill_ms(shape.batch, shape.prompt_len)
+    row["prefill_ms_floor"] = least
+    prefill_s = row["t_pp_s"]
+    row["prefill_floor_ratio"] = prefill_s * 1e3 / least if isinstance(prefill_s, float) else None
 
 
 def _invalid_reason(shape: Shape, runs: Sequence[Run]) -> str | None:

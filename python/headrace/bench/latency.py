@@ -63,6 +63,7 @@ def bench_latency(
                 on_run(2 * (warmup + repeat))
         env = describe(several, engines_in_process=2)
         floor = Floor.of(several)
+        env["copy_gb_per_s"] = None if floor is None else floor.bytes_per_s / 1e9
     expected = runs[1][0].tokens
     rows = [
         _row(slots, done[warmup:], parity=all(run.tokens == expected for run in done))

@@ -236,7 +236,7 @@ def run_kv(args: argparse.Namespace) -> int:
         device=args.device,
     )
     emit(report, args.output)
-    return 0
+    return 0 if report.parity else 1
 
 
 def run_loadback(args: argparse.Namespace) -> int:

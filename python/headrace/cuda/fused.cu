@@ -113,47 +113,47 @@ extern "C" __global__ void __launch_bounds__(1024)
                width);
 }
 
-// Grid: (vectors of n / block, rows). gate_up [rows, 2 n] -> silu(gate) * up, silu rounded as well.
+// Grid: (rows, vectors of n / block). gate_up [rows, 2 n] -> silu(gate) * up, silu rounded as well.
 extern "C" __global__ void __launch_bounds__(256)
     silu_mul(const Element* gate_up, long long stride, Element* out, long long out_stride, int n) {
     take_turn();
-    const int at = (blockIdx.x * blockDim.x + threadIdx.x) * kVector;
+    const int at = (blockIdx.y * blockDim.x + threadIdx.x) * kVector;
     if (at >= n) return;
-    const Element* row = gate_up + blockIdx.y * stride + at;
+    const Element* row = gate_up + blockIdx.x * stride + at;
     Vector gate = read(row);
     const Vector up = read(row + n);
 #pragma unroll
     for (int i = 0; i < kVector; ++i)
         gate.values[i] = narrow(rounded(silu(widen(gate.values[i]))) * widen(up.values[i]));
-    write(out + blockIdx.y * out_stride + at, gate);
+    write(out + blockIdx.x * out_stride + at, gate);
 }
 
-// Grid: (vectors of n / block, rows). x [rows, n] * sigmoid(gate); head h of the gate stands at
+// Grid: (rows, vectors of n / block). x [rows, n] * sigmoid(gate); head h of the gate stands at
 // h * head_stride, `head` wide, so that it can be read out of a projection [q | gate] a head.
 extern "C" __global__ void __launch_bounds__(256)
     sigmoid_gate(const Element* x, long long x_stride, const Element* gate, long long gate_stride,
                  int head, int head_stride, Element* out, long long out_stride, int n) {
     take_turn();
-    const int at = (blockIdx.x * blockDim.x + threadIdx.x) * kVector;
+    const int at = (blockIdx.y * blockDim.x + threadIdx.x) * kVector;
     if (at >= n) return;
-    Vector v = read(x + blockIdx.y * x_stride + at);
-    const Vector g = read(gate + blockIdx.y * gate_stride + at / head * head_stride + at % head);
+    Vector v = read(x + blockIdx.x * x_stride + at);
+    const Vector g = read(gate + blockIdx.x * gate_stride + at / head * head_stride + at % head);
 #pragma unroll
     for (int i = 0; i < kVector; ++i)
         v.values[i] = narrow(widen(v.values[i]) * sigmoid(widen(g.values[i])));
-    write(out + blockIdx.y * out_stride + at, v);
+    write(out + blockIdx.x * out_stride + at, v);
 }
 
-// Grid: (vectors of width / block, rows). Row ids[row] of the table; zeros for an id outside it.
+// Grid: (rows, vectors of width / block). Row ids[row] of the table; zeros for an id outside it.
 extern "C" __global__ void __launch_bounds__(256)
     embed(const Element* table, const long long* ids, Element* out, long long out_stride, int vocab,
           int width) {
     take_turn();
-    const int at = (blockIdx.x * blockDim.x + threadIdx.x) * kVector;
+    const int at = (blockIdx.y * blockDim.x + threadIdx.x) * kVector;
     if (at >= width) return;
-    const long long id = ids[blockIdx.y];
+    const long long id = ids[blockIdx.x];
     Vector v;
     v.bytes = make_uint4(0, 0, 0, 0);
     if (id >= 0 && id < vocab) v = read(table + id * width + at);
-    write(out + blockIdx.y * out_stride + at, v);
+    write(out + blockIdx.x * out_stride + at, v);
 }

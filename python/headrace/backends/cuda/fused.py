@@ -65,7 +65,7 @@ def silu_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Te
         _launch(
             gate_up.dtype,
             "silu_mul",
-            (-(-n // (vector * _THREADS)), rows),
+            (rows, -(-n // (vector * _THREADS))),
             _THREADS,
             (gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), out.stride(0), n),
         )
@@ -90,7 +90,7 @@ def sigmoid_gate(
         _launch(
             x.dtype,
             "sigmoid_gate",
-            (-(-n // (vector * _THREADS)), rows),
+            (rows, -(-n // (vector * _THREADS))),
             _THREADS,
             (
                 x.data_ptr(),
@@ -122,7 +122,7 @@ def embed(table: torch.Tensor, ids: torch.Tensor, out: torch.Tensor | None = Non
         _launch(
             table.dtype,
             "embed",
-            (-(-width // (vector * _THREADS)), ids.shape[0]),
+            (ids.shape[0], -(-width // (vector * _THREADS))),
             _THREADS,
             (table.data_ptr(), ids.data_ptr(), out.data_ptr(), out.stride(0), vocab, width),
         )

@@ -11,7 +11,6 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import product
 
 import numpy as np
 import torch
@@ -22,6 +21,9 @@ from headrace.backends.cuda.loader import Function, Variant, launch, load
 from headrace.backends.cuda.tensor_map import matrix_map, rows_map
 from headrace.errors import ConfigError
 from headrace.layers.block_fp8 import BlockFp8Weight
+from headrace.models.config import ModelConfig
+from headrace.models.known import KNOWN_CONFIGS
+from headrace.models.quantization import FP8_BLOCK
 
 # What `ELEMENT` in cuda/element.cuh stands for.
 ELEMENTS: Mapping[torch.dtype, int] = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -87,32 +89,6 @@ TILINGS = (
 _SMALL_BYTES = 16 << 20
 # What a byte of x costs beside one of the matrix: all of x comes from L2 once a group.
 _COLUMN_COST = 0.15
-
-
-def fits(
-    tiling: Tiling, rows: int, row_bytes: int, processors: int, *, silu_mul: bool = False
-) -> bool:
-    """Whether a matrix can be cut so."""
-    if silu_mul and (tiling.k_split > 1 or tiling.tiles % 2):
-        return False  # gate and up share the tiles of a warp
-    # CTAs that share a group wait for one another, and each has a step.
-    groups, steps = -(-rows // tiling.rows), -(-row_bytes // (tiling.k_warps * 64))
-    return tiling.k_split == 1 or (groups * tiling.k_split <= processors and steps > 1)
-
-
-def tiling_of(
-    rows: int, row_bytes: int, itemsize: int, processors: int, *, silu_mul: bool = False
-) -> Tiling:
-    """Tiling of a matrix with so many rows: the busiest multiprocessor decides the time."""
-    busy = processors // 2 if rows * row_bytes <= _SMALL_BYTES else processors
-
-    def cost(tiling: Tiling) -> float:
-        groups = -(-rows // tiling.rows)
-        busiest = -(-groups * tiling.k_split // busy) * tiling.rows / tiling.k_split
-        return busiest * (1 + _COLUMN_COST * MAX_ROWS * 2 / (tiling.rows * itemsize))
-
-    usable = (t for t in TILINGS if fits(t, rows, row_bytes, processors, silu_mul=silu_mul))
-    return min(usable, key=cost)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +161,60 @@ class GemmVariant:
         return self.tiling.rows // (2 if self.epilogue is Epilogue.SILU_MUL else 1)
 
 
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A kind of product with a matrix of so many rows and columns."""
+
+    matrix_rows: int
+    matrix_columns: int
+    codes: bool = False
+    epilogue: Epilogue = Epilogue.NONE
+    wide: bool = False
+
+    def fits(self, tiling: Tiling, itemsize: int, processors: int) -> bool:
+        """Whether the matrix can be cut so; itemsize: of an element of x."""
+        if self.epilogue is Epilogue.SILU_MUL and (tiling.k_split > 1 or tiling.tiles % 2):
+            return False  # gate and up share the tiles of a warp
+        # CTAs that share a group wait for one another, and each has a step.
+        groups = -(-self.matrix_rows // tiling.rows)
+        steps = -(-self._row_bytes(itemsize) // (tiling.k_warps * 64))
+        return tiling.k_split == 1 or (groups * tiling.k_split <= processors and steps > 1)
+
+    def tiling(self, itemsize: int, processors: int) -> Tiling:
+        """How the matrix is cut: the busiest multiprocessor decides the time."""
+        small = self.matrix_rows * self._row_bytes(itemsize) <= _SMALL_BYTES
+        busy = processors // 2 if small else processors
+        element_bytes = 1 if self.codes else itemsize
+
+        def cost(tiling: Tiling) -> float:
+            groups = -(-self.matrix_rows // tiling.rows)
+            busiest = -(-groups * tiling.k_split // busy) * tiling.rows / tiling.k_split
+            return busiest * (1 + _COLUMN_COST * MAX_ROWS * 2 / (tiling.rows * element_bytes))
+
+        return min((t for t in TILINGS if self.fits(t, itemsize, processors)), key=cost)
+
+    def _row_bytes(self, itemsize: int) -> int:
+        return self.matrix_columns * (1 if self.codes else itemsize)
+
+
+def variant_of(
+    product: Product,
+    rows: int,
+    dtype: torch.dtype,
+    processors: int,
+    tiling: Tiling | None = None,
+) -> GemmVariant:
+    """The program for a product of at most `MAX_ROWS` rows of x; `tiling` only for measurements."""
+    return GemmVariant(
+        dtype=dtype,
+        codes=product.codes,
+        column_tiles=1 if rows <= 8 else 2,
+        tiling=tiling or product.tiling(dtype.itemsize, processors),
+        epilogue=product.epilogue,
+        wide=product.wide,
+    )
+
+
 class SkinnyGemm:
     """Products with any number of rows, 16 a launch, on the current device.
 
@@ -242,21 +272,17 @@ class SkinnyGemm:
         epilogue = Epilogue.NONE if residual is None else Epilogue.RESIDUAL
         if silu_mul:
             epilogue = Epilogue.SILU_MUL
-        size = (matrix.shape[0], matrix.shape[1] * matrix.element_size())
-        if tiling is None:
-            itemsize = matrix.element_size()
-            tiling = tiling_of(*size, itemsize, self._processors, silu_mul=silu_mul)
-        elif not fits(tiling, *size, self._processors, silu_mul=silu_mul):
+        product = Product(matrix.shape[0], matrix.shape[1], codes, epilogue, wide)
+        if tiling is not None and not product.fits(tiling, x.element_size(), self._processors):
             raise ConfigError(f"linear: {tiling} does not fit a weight {list(matrix.shape)}")
         for first in range(0, x.shape[0], MAX_ROWS):
             part = x[first : first + MAX_ROWS]
-            variant = GemmVariant(
-                dtype=x.dtype,
-                codes=codes,
-                column_tiles=1 if part.shape[0] <= 8 else 2,
-                tiling=tiling,
-                epilogue=epilogue,
-                wide=wide,
+            variant = variant_of(
+                product,
+                part.shape[0],
+                x.dtype,
+                self._processors,
+                tiling,
             )
             addend = None if residual is None else residual[first : first + MAX_ROWS]
             self._launch(variant, part, matrix, scales, addend, out[first : first + MAX_ROWS])
@@ -383,29 +409,39 @@ def _function(variant: GemmVariant) -> Function:
     return module.function("gemm_skinny", shared=variant.shared_bytes)
 
 
+def products_of(config: ModelConfig) -> set[Product]:
+    """Products of a decode step of a model, as the layers fuse their matrices."""
+    codes, hidden = config.weight_format == FP8_BLOCK, config.hidden_size
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    products = {
+        Product((1 + config.attn_output_gate) * q_size + 2 * kv_size, hidden, codes),
+        Product(hidden, q_size, codes, Epilogue.RESIDUAL),
+        Product(2 * config.intermediate_size, hidden, codes, Epilogue.SILU_MUL),
+        Product(hidden, config.intermediate_size, codes, Epilogue.RESIDUAL),
+        Product(config.vocab_size, hidden, wide=True),
+    }
+    linear = config.linear
+    if linear is not None:
+        products.add(Product(linear.channels + linear.value_size, hidden, codes))
+        products.add(Product(hidden, linear.value_size, codes, Epilogue.RESIDUAL))
+    return products
+
+
+# Multiprocessors of the device the kernels are made for.
+_PROCESSORS = 132
+
+
 def _variants() -> tuple[Variant, ...]:
-    kinds = ((torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True))
-    outputs = (
-        (Epilogue.NONE, False),
-        (Epilogue.NONE, True),
-        (Epilogue.RESIDUAL, False),
-        (Epilogue.SILU_MUL, False),
+    """What the known models ask for. Others may ask for further tilings of the same kinds."""
+    variants = (
+        variant_of(product, rows, dtype, _PROCESSORS).source
+        for config in KNOWN_CONFIGS.values()
+        for product in sorted(products_of(config), key=lambda p: (p.matrix_rows, p.epilogue))
+        for dtype in (torch.bfloat16, torch.float16)
+        if not (product.codes and dtype != torch.bfloat16)
+        for rows in (1, MAX_ROWS)
     )
-    skinny = tuple(
-        GemmVariant(
-            dtype=dtype,
-            codes=codes,
-            column_tiles=column_tiles,
-            tiling=tiling,
-            epilogue=epilogue,
-            wide=wide,
-        ).source
-        for (dtype, codes), column_tiles, tiling, (epilogue, wide) in product(
-            kinds, (1, 2), TILINGS, outputs
-        )
-        if epilogue is not Epilogue.SILU_MUL or (tiling.tiles % 2 == 0 and tiling.k_split == 1)
-    )
-    return (*skinny, Variant(file="gemm_plain.cu", names=("gemm_fp32",)))
+    return (*dict.fromkeys(variants), Variant(file="gemm_plain.cu", names=("gemm_fp32",)))
 
 
 VARIANTS = _variants()

@@ -104,22 +104,28 @@ def _padded(rows: torch.Tensor, size: int) -> torch.Tensor:
 def _product(x: torch.Tensor, weight: Weight, residual: torch.Tensor | None) -> torch.Tensor:
     """The product, added to the residual in place if there is one."""
     if isinstance(weight, BlockFp8Weight) and takes_codes(weight):
-        codes, scales = quantise_rows(x)
-        out = F.scaled_mm(
-            codes,
-            weight.codes.t(),
-            scales,
-            ScalingType.BlockWise1x128,
-            weight.scales.t(),
-            ScalingType.BlockWise128x128,
-            output_dtype=x.dtype,
-        )
+        out = product_of_codes(*quantise_rows(x), weight, x.dtype)
         return out if residual is None else residual.add_(out)
     matrix = weight.dequantise(x.dtype) if isinstance(weight, BlockFp8Weight) else weight
     if residual is None:
         return F.linear(x, matrix)
     # In the epilogue of the product: a launch and two passes over the rows less, one rounding less.
     return residual.addmm_(x, matrix.t())
+
+
+def product_of_codes(
+    codes: torch.Tensor, scales: torch.Tensor, weight: BlockFp8Weight, dtype: torch.dtype
+) -> torch.Tensor:
+    """The library's product of rows as `quantise_rows` gives them, for a weight it takes."""
+    return F.scaled_mm(
+        codes,
+        weight.codes.t(),
+        scales,
+        ScalingType.BlockWise1x128,
+        weight.scales.t(),
+        ScalingType.BlockWise128x128,
+        output_dtype=dtype,
+    )
 
 
 def _equal_sizes(weight: Weight, dtype: torch.dtype) -> tuple[int, ...]:

@@ -1,0 +1,43 @@
+"""Bytes that steps take on a GPU besides weights and pools, known before these are made.
+
+What is allocated by size is counted: scratch of decode attention, arrays and results of the widest
+graph, the KV a prompt gathers, the tensors of a linear mixer. What a library or the driver takes
+for itself is not in it. No state.
+"""
+
+from headrace._core import decode_width
+from headrace.backends.cuda.kv import scratch_bytes
+from headrace.backends.cuda.step_arrays import StepShape
+from headrace.models.config import ModelConfig
+
+_FLOAT32 = 4
+
+
+def step_bytes(
+    config: ModelConfig,
+    *,
+    slots: int,
+    max_context: int,
+    page_tokens: int,
+    max_batch_tokens: int,
+    itemsize: int,
+) -> int:
+    """Bytes beyond `workspace_bytes`, which counts what the layers of any device have."""
+    rows, tokens = decode_width(slots), max_batch_tokens + slots
+    group = config.num_heads // config.num_kv_heads
+    attention = scratch_bytes(rows, config.num_kv_heads, group, config.head_dim, max_context)
+    # K and V of a whole request, as prefill attention reads them.
+    gathered = 2 * max_context * config.num_kv_heads * config.head_dim * itemsize
+    table_pages = -(-max_context // page_tokens)
+    arrays = StepShape(tokens=rows, decode_rows=rows, table_pages=table_pages).nbytes
+    logits = rows * config.vocab_size * _FLOAT32
+    return attention + gathered + arrays + logits + tokens * _mixer_bytes(config, itemsize)
+
+
+def _mixer_bytes(config: ModelConfig, itemsize: int) -> int:
+    """Bytes of one token in a linear mixer: projections, convolution, its parts, result, gate."""
+    linear = config.linear
+    if linear is None:
+        return 0
+    elements = 3 * linear.channels + 3 * linear.value_size
+    return elements * itemsize + linear.value_size * _FLOAT32
