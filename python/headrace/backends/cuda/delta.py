@@ -24,11 +24,15 @@ _MAX_SPLIT = 2
 # Up to two rows more warps a CTA answer sooner, beyond that fewer warps keep more of the state in
 # flight: 5.9 and 6.6 us at 1 row, 22.4 and 20.2 at 8. Bits do not depend on it.
 _FEW_ROWS, _WARPS_OF_FEW, _WARPS_OF_MANY = 2, 8, 4
-# Threads and chunks of the prefill kernels, and rows of the state one CTA carries along.
+# Threads of the first prefill kernel, and most rows of the state that one CTA of the second carries
+# along, two threads a row.
 _PREFILL_THREADS = 256
-_SLICE = 32
-# Of a chunk in the first kernel: two triangles of ten blocks of 16 x 16, four bytes a value.
-_FACTOR_BYTES = 2 * 10 * 16 * 16 * 4
+_MAX_SLICE = 64
+# Of a chunk and head between the kernels: two lower triangles of ten blocks of 16 x 16, three
+# factors a token and one, padded, of the state; all of four bytes. See cuda/delta_prefill.cu.
+_SCRATCH_BYTES = 4 * (2 * 10 * 16 * 16 + 3 * DELTA_CHUNK + 4)
+# Chunks of the second kernel in shared memory.
+_STAGES = 2
 # Rows of q, k and v are read by such vectors.
 _ROW_ALIGNMENT = 16
 _HEAD_DIMS = (32, 64, 128)
@@ -199,12 +203,9 @@ class DeltaPrefill:
             raise ConfigError(f"delta prefill: head widths {widths}; supported are {_HEAD_DIMS}")
         self._sizes = sizes
         self._dtype = dtype
-        # U, W, P, two factors a token and one a chunk: see cuda/delta_prefill.cu.
-        columns = sum(widths) + DELTA_CHUNK + 3
+        self._kernel = _PrefillKernel(dtype, *widths)
         self._scratch = torch.empty(
-            (max_chunks, sizes.value_heads, DELTA_CHUNK, columns),
-            dtype=torch.float32,
-            device=device,
+            (max_chunks, sizes.value_heads, _SCRATCH_BYTES), dtype=torch.uint8, device=device
         )
 
     def prefill(
@@ -261,7 +262,7 @@ class DeltaPrefill:
         sizes, tokens = self._sizes, q.shape[0]
         chunks = -(-(offset + tokens) // DELTA_CHUNK)
         group = sizes.value_heads // sizes.key_heads
-        kernel = _PrefillKernel(self._dtype, sizes.key_head_dim, sizes.value_head_dim)
+        kernel = self._kernel
         parallel, serial = _prefill_functions(kernel)
         launch(
             parallel,
@@ -271,8 +272,6 @@ class DeltaPrefill:
                 q.data_ptr(),
                 k.data_ptr(),
                 q.stride(0),
-                v.data_ptr(),
-                v.stride(0),
                 g.data_ptr(),
                 beta.data_ptr(),
                 g.stride(0),
@@ -285,12 +284,14 @@ class DeltaPrefill:
         )
         launch(
             serial,
-            (sizes.value_head_dim // _SLICE, sizes.value_heads),
-            (_PREFILL_THREADS,),
+            (sizes.value_head_dim // kernel.slice, sizes.value_heads),
+            (2 * kernel.slice,),
             (
                 q.data_ptr(),
                 k.data_ptr(),
                 q.stride(0),
+                v.data_ptr(),
+                v.stride(0),
                 self._scratch.data_ptr(),
                 state.data_ptr(),
                 out.data_ptr(),
@@ -357,12 +358,16 @@ class _PrefillKernel:
         )
 
     @property
+    def slice(self) -> int:
+        """Rows of the state in one CTA of the second kernel."""
+        return min(_MAX_SLICE, self.value_dim)
+
+    @property
     def shared_bytes(self) -> tuple[int, int]:
         """Dynamic shared memory of both kernels, as they state it."""
-        keys, values = (self._rows_bytes(width) for width in (self.key_dim, self.value_dim))
-        parallel = max(keys, _FACTOR_BYTES) + keys + values + 4 * DELTA_CHUNK * (DELTA_CHUNK + 4)
-        serial = (DELTA_CHUNK + _SLICE) * (self.key_dim + 8 + DELTA_CHUNK + 8)
-        return parallel, 4 * serial
+        keys = self._rows_bytes(self.key_dim)
+        stage = _SCRATCH_BYTES + 2 * keys + self._rows_bytes(self.slice)
+        return 2 * keys + 4 * DELTA_CHUNK * (DELTA_CHUNK + 4), _STAGES * stage
 
     def _rows_bytes(self, width: int) -> int:
         """Rows of a chunk in shared memory: bf16 as it is, other types as padded fp32."""
