@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch.nn.functional import ScalingType
 
 from headrace.backends.base import Weight
-from headrace.backends.cuda.prefill import GROUP, quantise_rows
+from headrace.backends.cuda.fused import silu_mul
+from headrace.backends.cuda.prefill import GROUP, quantise_rows, quantise_silu_mul
 from headrace.layers.block_fp8 import BLOCK, BlockFp8Weight
 
 # Rows of a block. 1024 sets the bits: below it products are bounded by the weights as much as by
@@ -61,21 +62,26 @@ class ManyRows:
             self._sizes[key] = _equal_sizes(weight, dtype) if self._fixed else SIZES
         return self._sizes[key]
 
-    def linear(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
-        """`x [rows, in]` times `weight [out, in]` -> `[rows, out]` in the dtype of x."""
+    def linear(self, x: torch.Tensor, weight: Weight, *, gated: bool = False) -> torch.Tensor:
+        """`x [rows, in]` times `weight [out, in]` -> `[rows, out]` in the dtype of x.
+
+        gated: x is `[rows, 2 * in]`, of which `silu_mul` is multiplied; the bits are the same.
+        """
+        if gated and not (isinstance(weight, BlockFp8Weight) and takes_codes(weight)):
+            x, gated = silu_mul(x), False
         rows = x.shape[0]
         if not self._fixed and not isinstance(weight, BlockFp8Weight):
             return F.linear(x, weight)
         blocks = cut(rows, self.probe(weight))
         if blocks == [(rows, rows)]:
-            return _product(x, weight)
+            return _product(x, weight, gated=gated)
         out = torch.empty((rows, weight.shape[0]), dtype=x.dtype, device=x.device)
         first = 0
         for size, used in blocks:
             block = x[first : first + used]
             if used < size:
                 block = F.pad(block, (0, 0, 0, size - used))
-            out[first : first + used] = _product(block, weight)[:used]
+            out[first : first + used] = _product(block, weight, gated=gated)[:used]
             first += used
         return out
 
@@ -86,12 +92,12 @@ def takes_codes(weight: BlockFp8Weight) -> bool:
     return rows % BLOCK == 0 and columns % (4 * BLOCK) == 0
 
 
-def _product(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+def _product(x: torch.Tensor, weight: Weight, *, gated: bool = False) -> torch.Tensor:
     if isinstance(weight, torch.Tensor):
         return F.linear(x, weight)
     if not takes_codes(weight):
         return F.linear(x, weight.dequantise(x.dtype))
-    codes, scales = quantise_rows(x)
+    codes, scales = quantise_silu_mul(x) if gated else quantise_rows(x)
     return F.scaled_mm(
         codes,
         weight.codes.t(),
