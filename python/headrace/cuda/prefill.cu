@@ -11,6 +11,7 @@ namespace {
 
 constexpr int kVector = 8;   // channels of a thread
 constexpr int kRun = 32;     // tokens of a thread
+constexpr int kAhead = 4;    // of them read before one is written
 constexpr int kGroup = 128;  // columns that share a scale
 
 struct alignas(kVector * sizeof(Element) < 16 ? kVector * sizeof(Element) : 16) Vector {
@@ -54,21 +55,30 @@ extern "C" __global__ void __launch_bounds__(128)
                 window[i][back] = widen(state[static_cast<long long>(channel + i) * 3 + token + 3]);
         }
     }
-    for (int token = first; token < last; ++token) {
-        Vector v = *reinterpret_cast<const Vector*>(x + token * x_stride + channel);
+    for (int token = first; token < last; token += kAhead) {
+        Vector v[kAhead] = {};
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-            const float input = widen(v.values[i]);
-            float total = __fmul_rn(window[i][0], tap[i].x);
-            total = __fadd_rn(total, __fmul_rn(window[i][1], tap[i].y));
-            total = __fadd_rn(total, __fmul_rn(window[i][2], tap[i].z));
-            total = __fadd_rn(total, __fmul_rn(input, tap[i].w));
-            window[i][0] = window[i][1];
-            window[i][1] = window[i][2];
-            window[i][2] = input;
-            v.values[i] = narrow(silu(total));
+        for (int n = 0; n < kAhead; ++n)
+            if (token + n < last)
+                v[n] = *reinterpret_cast<const Vector*>(x + (token + n) * x_stride + channel);
+#pragma unroll
+        for (int n = 0; n < kAhead; ++n) {
+            if (token + n >= last) break;
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) {
+                const float input = widen(v[n].values[i]);
+                float total = __fmul_rn(window[i][0], tap[i].x);
+                total = __fadd_rn(total, __fmul_rn(window[i][1], tap[i].y));
+                total = __fadd_rn(total, __fmul_rn(window[i][2], tap[i].z));
+                total = __fadd_rn(total, __fmul_rn(input, tap[i].w));
+                window[i][0] = window[i][1];
+                window[i][1] = window[i][2];
+                window[i][2] = input;
+                v[n].values[i] = narrow(silu(total));
+            }
+            *reinterpret_cast<Vector*>(out + static_cast<long long>(token + n) * channels +
+                                       channel) = v[n];
         }
-        *reinterpret_cast<Vector*>(out + static_cast<long long>(token) * channels + channel) = v;
     }
 }
 
@@ -106,20 +116,22 @@ extern "C" __global__ void __launch_bounds__(256)
     const int head = static_cast<int>(index % heads);
     const float* row = x + index * width;
     const Element* gate = z + token * z_stride + head * width;
-    float values[4], squares = 0.0f;
+    // All is read before anything is written, which the compiler may not take for something else.
+    float values[4], gates[4], scales[4], squares = 0.0f;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         if (i >= per_lane) break;
         values[i] = row[i * 32 + lane];
+        gates[i] = widen(gate[i * 32 + lane]);
+        scales[i] = widen(weight[i * 32 + lane]);
         squares = fmaf(values[i], values[i], squares);
     }
     const float factor = rsqrtf(__fdiv_rn(warp_sum(squares), static_cast<float>(width)) + eps);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         if (i >= per_lane) break;
-        const int at = i * 32 + lane;
         const float normed = rounded(values[i] * factor);
-        out[index * width + at] = narrow(normed * widen(weight[at]) * silu(widen(gate[at])));
+        out[index * width + i * 32 + lane] = narrow(normed * scales[i] * silu(gates[i]));
     }
 }
 
