@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from headrace.backends.cuda import many_rows, prefill
+from headrace.backends.cuda import fused, many_rows, prefill
+from headrace.backends.cuda_ops import CudaBackend
 from headrace.backends.torch_ops import TorchBackend
 from headrace.errors import ConfigError
 from headrace.layers.block_fp8 import quantise
@@ -72,6 +73,50 @@ def test_rows_are_quantised_by_groups():
         prefill.quantise_rows(noise(2, 100, dtype=BF16))
 
 
+@pytest.mark.parametrize("columns", [128, 1024, 2048 + 384])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+def test_codes_have_the_bits_of_divisions(dtype, columns):
+    """Also for zeros of both signs, tiny and infinite values, and groups of one of them."""
+    x = noise(37, columns, dtype=dtype) * noise(37, 1, seed=1).exp().to(dtype)
+    tiny = torch.finfo(dtype).tiny
+    x[:, 3::7], x[:, 5::11] = -0.0, 0.0
+    x[5, 0], x[6, 1] = torch.inf, -torch.inf
+    x[7], x[8], x[9] = 3 * tiny, -0.0, torch.nan
+    x[10] *= torch.finfo(dtype).max / 64
+    codes, scales = prefill.quantise_rows(x)
+    groups = x.float().view(37, -1, 128)
+    largest = groups.abs().nan_to_num(0.0, posinf=torch.inf).amax(-1)
+    wanted = torch.where(largest > 0, largest / torch.full_like(largest, 448), 1.0)
+    assert torch.equal(scales, wanted)
+    quotients = (groups / wanted.unsqueeze(-1)).view(37, columns)
+    finite = quotients.isfinite()
+    expected = quotients.to(torch.float8_e4m3fn).view(torch.uint8)
+    assert torch.equal(codes.view(torch.uint8)[finite], expected[finite])
+    assert codes.float()[quotients.isnan()].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 128), (3, 2048), (66, 2048 + 640)])
+def test_codes_of_a_gated_product_are_those_of_the_separate_steps(dtype, rows, columns):
+    gate_up = (3 * noise(rows, 2 * columns + 64, dtype=dtype))[:, : 2 * columns]  # strided
+    gate_up[rows - 1, :128] = 0
+    codes, scales = prefill.quantise_rows(fused.silu_mul(gate_up))
+    ours, our_scales = prefill.quantise_silu_mul(gate_up)
+    assert torch.equal(ours.view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(our_scales, scales)
+
+
+@pytest.mark.parametrize("kind", ["dense", "codes", "odd codes"])
+def test_gated_products_of_many_rows_have_the_bits_of_two_steps(kind):
+    rows, columns = (1024, 1024) if kind != "odd codes" else (208, 320)
+    dense = noise(rows, columns, seed=1) * columns**-0.5
+    weight = dense.to(BF16) if kind == "dense" else quantise(dense)
+    products = many_rows.ManyRows(fixed=True)
+    gate_up = noise(1500, 2 * columns, dtype=BF16)
+    expected = products.linear(fused.silu_mul(gate_up), weight)
+    assert torch.equal(products.linear(gate_up, weight, gated=True), expected)
+
+
 @pytest.mark.parametrize("kind", ["dense", "codes", "odd codes"])
 def test_products_of_many_rows(kind):
     rows, columns = (1024, 1024) if kind != "odd codes" else (208, 320)
@@ -93,6 +138,23 @@ def test_products_of_many_rows(kind):
     for first, last in ((0, 1), (3, 700), (1024, 1500)):
         part = products.linear(x[first:last], weight, residual[first:last].clone())
         assert torch.equal(part, added[first:last])
+
+
+def test_the_gate_of_prompts_is_applied_by_the_next_product():
+    backend = CudaBackend(DEVICE)
+    gate_up, down = (quantise(noise(rows, 1024, seed=rows) / 32) for rows in (2048, 1024))
+    x, residual = noise(300, 1024, dtype=BF16), noise(300, 1024, dtype=BF16, seed=1)
+    separate = fused.silu_mul(backend.linear(x, gate_up))
+    expected = backend.linear(separate, down, residual=residual.clone())
+    product = backend.linear_silu_mul(x, gate_up)
+    assert product.shape == (300, 2048)
+    assert torch.equal(backend.linear(product, down, residual=residual.clone()), expected)
+    # Beside decode rows the gate is applied at once; prompts keep their bits.
+    product = backend.linear_silu_mul(x, gate_up, decode_rows=3)
+    assert product.shape == (300, 1024)
+    mixed = backend.linear(product, down, decode_rows=3, residual=residual.clone())
+    assert torch.equal(mixed[3:], expected[3:])
+    assert relative(mixed[:3], expected[:3]) < 0.1
 
 
 def test_which_sizes_of_a_block_have_the_same_bits(capsys):

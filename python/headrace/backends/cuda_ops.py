@@ -149,8 +149,13 @@ class CudaBackend:
         residual: torch.Tensor | None = None,
         wide: bool = False,
     ) -> torch.Tensor:
-        """Decode rows by `SkinnyGemm`, the others by library products; both of one storage."""
+        """Decode rows by `SkinnyGemm`, the others by library products; both of one storage.
+
+        x may be what `linear_silu_mul` returns with its gate still to be applied.
+        """
         few = self._few_rows(x, decode_rows)
+        if few and _is_gated(x, weight):
+            x = fused.silu_mul(x)
         if few == x.shape[0]:
             return self._skinny(x, weight, residual=residual, wide=wide)
         if not few:
@@ -162,8 +167,14 @@ class CudaBackend:
     def linear_silu_mul(
         self, x: torch.Tensor, weight: Weight, *, decode_rows: int = 0
     ) -> torch.Tensor:
-        """Product and gate, in one launch for decode rows."""
+        """Product and gate, in one launch for decode rows.
+
+        For rows of prompts alone and codes the result is `[rows, out]`: `linear`, which knows it by
+        its width, applies the gate where it makes codes of its input.
+        """
         few = self._few_rows(x, decode_rows)
+        if not few and isinstance(weight, BlockFp8Weight):
+            return self._many.linear(x, weight)
         parts = []
         if few:
             parts.append(self._skinny_silu_mul(x[:few], weight))
@@ -201,7 +212,7 @@ class CudaBackend:
     def _library(
         self, x: torch.Tensor, weight: Weight, residual: torch.Tensor | None, wide: bool
     ) -> torch.Tensor:
-        out = self._many.linear(x, weight, residual)
+        out = self._many.linear(x, weight, residual, gated=_is_gated(x, weight))
         return out.float() if wide else out
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -436,6 +447,11 @@ class CudaBackend:
 def _is_skinny(weight: Weight, row_unit: int = _ROW_UNIT) -> bool:
     rows, columns = weight.shape
     return rows % row_unit == 0 and columns % _COLUMN_UNIT == 0
+
+
+def _is_gated(x: torch.Tensor, weight: Weight) -> bool:
+    """Whether x is gate and up, whose `silu_mul` the matrix is to be multiplied with."""
+    return x.shape[1] == 2 * weight.shape[1]
 
 
 def _qk_norm(q_norm: Norm, k_norm: Norm) -> QKNorm:

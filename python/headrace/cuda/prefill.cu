@@ -11,6 +11,7 @@ namespace {
 
 constexpr int kVector = 8;   // channels of a thread
 constexpr int kRun = 32;     // tokens of a thread
+constexpr int kAhead = 4;    // of them read before one is written
 constexpr int kGroup = 128;  // columns that share a scale
 
 struct alignas(kVector * sizeof(Element) < 16 ? kVector * sizeof(Element) : 16) Vector {
@@ -54,21 +55,30 @@ extern "C" __global__ void __launch_bounds__(128)
                 window[i][back] = widen(state[static_cast<long long>(channel + i) * 3 + token + 3]);
         }
     }
-    for (int token = first; token < last; ++token) {
-        Vector v = *reinterpret_cast<const Vector*>(x + token * x_stride + channel);
+    for (int token = first; token < last; token += kAhead) {
+        Vector v[kAhead] = {};
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-            const float input = widen(v.values[i]);
-            float total = __fmul_rn(window[i][0], tap[i].x);
-            total = __fadd_rn(total, __fmul_rn(window[i][1], tap[i].y));
-            total = __fadd_rn(total, __fmul_rn(window[i][2], tap[i].z));
-            total = __fadd_rn(total, __fmul_rn(input, tap[i].w));
-            window[i][0] = window[i][1];
-            window[i][1] = window[i][2];
-            window[i][2] = input;
-            v.values[i] = narrow(silu(total));
+        for (int n = 0; n < kAhead; ++n)
+            if (token + n < last)
+                v[n] = *reinterpret_cast<const Vector*>(x + (token + n) * x_stride + channel);
+#pragma unroll
+        for (int n = 0; n < kAhead; ++n) {
+            if (token + n >= last) break;
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) {
+                const float input = widen(v[n].values[i]);
+                float total = __fmul_rn(window[i][0], tap[i].x);
+                total = __fadd_rn(total, __fmul_rn(window[i][1], tap[i].y));
+                total = __fadd_rn(total, __fmul_rn(window[i][2], tap[i].z));
+                total = __fadd_rn(total, __fmul_rn(input, tap[i].w));
+                window[i][0] = window[i][1];
+                window[i][1] = window[i][2];
+                window[i][2] = input;
+                v[n].values[i] = narrow(silu(total));
+            }
+            *reinterpret_cast<Vector*>(out + static_cast<long long>(token + n) * channels +
+                                       channel) = v[n];
         }
-        *reinterpret_cast<Vector*>(out + static_cast<long long>(token) * channels + channel) = v;
     }
 }
 
@@ -106,51 +116,115 @@ extern "C" __global__ void __launch_bounds__(256)
     const int head = static_cast<int>(index % heads);
     const float* row = x + index * width;
     const Element* gate = z + token * z_stride + head * width;
-    float values[4], squares = 0.0f;
+    // All is read before anything is written, which the compiler may not take for something else.
+    float values[4], gates[4], scales[4], squares = 0.0f;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         if (i >= per_lane) break;
         values[i] = row[i * 32 + lane];
+        gates[i] = widen(gate[i * 32 + lane]);
+        scales[i] = widen(weight[i * 32 + lane]);
         squares = fmaf(values[i], values[i], squares);
     }
     const float factor = rsqrtf(__fdiv_rn(warp_sum(squares), static_cast<float>(width)) + eps);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         if (i >= per_lane) break;
-        const int at = i * 32 + lane;
         const float normed = rounded(values[i] * factor);
-        out[index * width + at] = narrow(normed * widen(weight[at]) * silu(widen(gate[at])));
+        out[index * width + i * 32 + lane] = narrow(normed * scales[i] * silu(gates[i]));
     }
 }
 
-// e4m3 codes with one scale a token for every 128 columns, the largest value as the largest code. Grid:
-// (columns / 1024, rounded up, rows), block: 256, one warp a group. x [rows, columns] strided, codes
-// [rows, columns], scales fp32 [columns / 128, rows]. A group of zeros has the scale 1.
-extern "C" __global__ void __launch_bounds__(256)
-    quantise_rows(const Element* x, long long x_stride, unsigned int* codes, float* scales,
-                  int rows, int columns) {
-    const int group = blockIdx.x * 8 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
-    if (group >= columns / kGroup) return;
-    const int row = blockIdx.y;
-    const Element* from = x + row * x_stride + group * kGroup + lane * 4;
-    float values[4], largest = 0.0f;
+namespace {
+
+constexpr int kLanes = kGroup / kVector;  // that have a group
+
+__device__ __forceinline__ unsigned pack_codes(float low, float high) {
+    unsigned short pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+// x / divisor, correctly rounded, if the divisor is between 2^-60 and 2^60 and `inverse` its correctly
+// rounded inverse: one correction makes it so (Markstein, IBM J. Res. Dev. 34, 1990). Quotients of less
+// than 2^-11 may be off; they are coded as zeros of the same sign.
+__device__ __forceinline__ float quotient_of(float x, float divisor, float inverse) {
+    const float near = x * inverse;
+    return copysignf(fmaf(fmaf(-near, divisor, x), inverse, near), x);
+}
+
+// Codes eight neighbours, the largest value of a group as the largest code. By whole warps.
+__device__ __forceinline__ void quantise(const Vector& v, unsigned int* codes, float* scale,
+                                         bool live) {
+    float values[kVector], largest = 0.0f;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        values[i] = widen(from[i]);
+    for (int i = 0; i < kVector; ++i) {
+        values[i] = widen(v.values[i]);
         largest = fmaxf(largest, fabsf(values[i]));
     }
 #pragma unroll
-    for (int step = 16; step > 0; step /= 2)
+    for (int step = kLanes / 2; step > 0; step /= 2)
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
-    const float scale = largest > 0.0f ? __fdiv_rn(largest, 448.0f) : 1.0f;
-    unsigned int packed = 0;
+    const float divisor = largest > 0.0f ? __fdiv_rn(largest, 448.0f) : 1.0f;
+    if (divisor > 0x1p-60f && divisor < 0x1p60f) {
+        const float inverse = __frcp_rn(divisor);
 #pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-        unsigned short pair;
-        const float low = __fdiv_rn(values[i], scale), high = __fdiv_rn(values[i + 1], scale);
-        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
-        packed |= static_cast<unsigned int>(pair) << (8 * i);
+        for (int i = 0; i < kVector; ++i) values[i] = quotient_of(values[i], divisor, inverse);
+    } else {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) values[i] = __fdiv_rn(values[i], divisor);
     }
-    codes[(static_cast<long long>(row) * columns + group * kGroup) / 4 + lane] = packed;
-    if (lane == 0) scales[static_cast<long long>(group) * rows + row] = scale;
+    if (!live) return;
+    unsigned packed[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+        packed[i] = pack_codes(values[4 * i], values[4 * i + 1]) |
+                    pack_codes(values[4 * i + 2], values[4 * i + 3]) << 16;
+    *reinterpret_cast<uint2*>(codes) = make_uint2(packed[0], packed[1]);
+    if ((threadIdx.x & (kLanes - 1)) == 0) *scale = divisor;
+}
+
+// The same columns of so many rows, of which all are read before one is coded.
+template <int Rows, bool Gated>
+__device__ __forceinline__ void quantise_all(const Element* x, long long x_stride,
+                                             unsigned int* codes, float* scales, int rows,
+                                             int columns) {
+    const int at = (blockIdx.x * blockDim.x + threadIdx.x) * kVector, first = blockIdx.y * Rows;
+    Vector v[Rows] = {}, up[Rows] = {};
+#pragma unroll
+    for (int i = 0; i < Rows; ++i) {
+        if (at >= columns || first + i >= rows) continue;
+        const Element* from = x + (first + i) * x_stride + at;
+        v[i] = *reinterpret_cast<const Vector*>(from);
+        if (Gated) up[i] = *reinterpret_cast<const Vector*>(from + columns);
+    }
+#pragma unroll
+    for (int i = 0; i < Rows; ++i) {
+        const long long row = first + i;
+#pragma unroll
+        for (int j = 0; Gated && j < kVector; ++j)
+            v[i].values[j] = narrow(rounded(silu(widen(v[i].values[j]))) * widen(up[i].values[j]));
+        quantise(v[i], codes + (row * columns + at) / 4,
+                 scales + static_cast<long long>(at / kGroup) * rows + row,
+                 at < columns && row < rows);
+    }
+}
+
+}  // namespace
+
+// e4m3 codes with one scale a token for every 128 columns, the largest value as the largest code. Grid:
+// (columns / 2048, rows / 4), rounded up, block: 256. x [rows, columns] strided, rows at multiples of 16
+// bytes, codes [rows, columns], scales fp32 [columns / 128, rows]. A group of zeros has the scale 1.
+extern "C" __global__ void __launch_bounds__(256)
+    quantise_rows(const Element* x, long long x_stride, unsigned int* codes, float* scales,
+                  int rows, int columns) {
+    quantise_all<4, false>(x, x_stride, codes, scales, rows, columns);
+}
+
+// The same of silu(gate) * up, both roundings of `silu_mul` in between. x [rows, 2 * columns]: gate, then
+// up. Grid: (columns / 2048, rows / 2), rounded up, block: 256.
+extern "C" __global__ void __launch_bounds__(256)
+    quantise_silu_mul(const Element* x, long long x_stride, unsigned int* codes, float* scales,
+                      int rows, int columns) {
+    quantise_all<2, true>(x, x_stride, codes, scales, rows, columns);
 }

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch.nn.functional import ScalingType
 
 from headrace.backends.base import Weight
-from headrace.backends.cuda.prefill import GROUP, quantise_rows
+from headrace.backends.cuda.fused import silu_mul
+from headrace.backends.cuda.prefill import GROUP, quantise_rows, quantise_silu_mul
 from headrace.layers.block_fp8 import BLOCK, BlockFp8Weight
 
 # Rows of a block. 1024 sets the bits: below it products are bounded by the weights as much as by
@@ -62,18 +63,26 @@ class ManyRows:
         return self._sizes[key]
 
     def linear(
-        self, x: torch.Tensor, weight: Weight, residual: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        residual: torch.Tensor | None = None,
+        *,
+        gated: bool = False,
     ) -> torch.Tensor:
         """`x [rows, in]` times `weight [out, in]` -> `[rows, out]` in the dtype of x.
 
-        residual: `[rows, out]`, added; it becomes the result.
+        residual: `[rows, out]`, added; it becomes the result. gated: x is `[rows, 2 * in]`, of
+        which `silu_mul` is multiplied; the bits are the same.
         """
+        if gated and not (isinstance(weight, BlockFp8Weight) and takes_codes(weight)):
+            x, gated = silu_mul(x), False
         rows = x.shape[0]
         if not self._fixed and not isinstance(weight, BlockFp8Weight):
             return _product(x, weight, residual)
         blocks = cut(rows, self.probe(weight))
         if blocks == [(rows, rows)]:
-            return _product(x, weight, residual)
+            return _product(x, weight, residual, gated=gated)
         out = residual
         if out is None:
             out = torch.empty((rows, weight.shape[0]), dtype=x.dtype, device=x.device)
@@ -84,7 +93,7 @@ class ManyRows:
             if used < size:
                 block = _padded(block, size)
                 addend = None if addend is None else _padded(addend, size)
-            product = _product(block, weight, addend)
+            product = _product(block, weight, addend, gated=gated)
             if residual is None or used < size:
                 out[part] = product[:used]
             first += used
@@ -101,10 +110,13 @@ def _padded(rows: torch.Tensor, size: int) -> torch.Tensor:
     return F.pad(rows, (0, 0, 0, size - rows.shape[0]))
 
 
-def _product(x: torch.Tensor, weight: Weight, residual: torch.Tensor | None) -> torch.Tensor:
+def _product(
+    x: torch.Tensor, weight: Weight, residual: torch.Tensor | None, *, gated: bool = False
+) -> torch.Tensor:
     """The product, added to the residual in place if there is one."""
     if isinstance(weight, BlockFp8Weight) and takes_codes(weight):
-        out = product_of_codes(*quantise_rows(x), weight, x.dtype)
+        codes, scales = quantise_silu_mul(x) if gated else quantise_rows(x)
+        out = product_of_codes(codes, scales, weight, x.dtype)
         return out if residual is None else residual.add_(out)
     matrix = weight.dequantise(x.dtype) if isinstance(weight, BlockFp8Weight) else weight
     if residual is None:

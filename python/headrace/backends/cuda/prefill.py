@@ -13,10 +13,13 @@ from headrace.backends.cuda.loader import Function, Variant, launch, load
 from headrace.errors import ConfigError
 
 GROUP = 128  # columns of an activation that share a scale
-_NAMES = ("conv_prefill", "conv_keep", "gated_norm", "quantise_rows")
+_NAMES = ("conv_prefill", "conv_keep", "gated_norm", "quantise_rows", "quantise_silu_mul")
 _VECTOR, _RUN, _CONV_THREADS = 8, 32, 128
 _THREADS, _WARPS = 256, 8
 _WIDEST_HEAD = 128
+# Rows of a thread of the kernels that give codes; it has eight neighbouring columns.
+_ROWS_EACH = {"quantise_rows": 4, "quantise_silu_mul": 2}
+_ROW_ALIGNMENT = 16
 
 
 def conv_prefill(
@@ -106,17 +109,31 @@ def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Raises
     ------
     ConfigError
-        A dtype, or columns that are no multiple of 128.
+        A dtype, rows that do not start at multiples of 16 bytes, or columns that are no multiple
+        of 128.
     """
-    rows, columns = x.shape
-    if x.dtype not in ELEMENTS or columns % GROUP or x.stride(1) != 1:
-        raise ConfigError(f"quantise rows: x is {x.dtype} {list(x.shape)}, strides {x.stride()}")
+    return _quantise("quantise_rows", x, x.shape[1])
+
+
+def quantise_silu_mul(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantise_rows(silu_mul(gate_up))` in one launch; `gate_up [n, 2 * columns]`.
+
+    Raises as `quantise_rows`.
+    """
+    return _quantise("quantise_silu_mul", gate_up, gate_up.shape[1] // 2)
+
+
+def _quantise(name: str, x: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = x.shape[0]
+    aligned = (x.data_ptr() | x.stride(0) * x.itemsize) % _ROW_ALIGNMENT == 0
+    if x.dtype not in ELEMENTS or columns % GROUP or x.stride(1) != 1 or not aligned:
+        raise ConfigError(f"{name}: x is {x.dtype} {list(x.shape)}, strides {x.stride()}")
     codes = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty((columns // GROUP, rows), dtype=torch.float32, device=x.device)
     if rows:
         launch(
-            _functions(x.dtype)["quantise_rows"],
-            (-(-columns // (GROUP * _WARPS)), rows),
+            _functions(x.dtype)[name],
+            (-(-columns // (_VECTOR * _THREADS)), -(-rows // _ROWS_EACH[name])),
             (_THREADS,),
             (x.data_ptr(), x.stride(0), codes.data_ptr(), scales.data_ptr(), rows, columns),
         )
