@@ -79,18 +79,18 @@ class Asked:
     def pack_linear(self, weight):
         return weight
 
-    def linear(self, x, weight, *, decode_rows, residual=None, wide=False):
+    def linear(self, x, weight, *, decode_rows, residual=None, wide=False, same_input=False):
         assert decode_rows == x.shape[0]
         assert x.shape[1] == weight.shape[1]
         epilogue = Epilogue.NONE if residual is None else Epilogue.RESIDUAL
-        return self._product(x, weight, epilogue, wide)
+        return self._product(x, weight, epilogue, wide, same_input)
 
     def linear_silu_mul(self, x, weight, *, decode_rows):
         return self._product(x, weight, Epilogue.SILU_MUL, False)[:, : weight.shape[0] // 2]
 
-    def _product(self, x, weight, epilogue, wide):
+    def _product(self, x, weight, epilogue, wide, same_input=False):
         codes = isinstance(weight, BlockFp8Weight)
-        self.products.add(Product(*weight.shape, codes, epilogue, wide))
+        self.products.add(Product(*weight.shape, codes, epilogue, wide, same_input))
         return x.new_empty(x.shape[0], weight.shape[0])
 
     def embed(self, ids, table):
@@ -113,7 +113,7 @@ class Asked:
     def attention_decode(self, q, *rest):
         return q.contiguous()
 
-    def delta_mix_step(self, x, qkv, z, *rest):
+    def delta_mix_step(self, qkv, z, *rest):
         return z
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from headrace.backends.cuda import fused
-from headrace.backends.cuda.delta import DeltaPrefill, DeltaStep, DeltaWeights, GateProjection
+from headrace.backends.cuda.delta import DeltaPrefill, DeltaStep, DeltaWeights
 from headrace.backends.cuda.gemm import (
     TILINGS,
     SkinnyGemm,
@@ -145,8 +145,7 @@ def bench_delta() -> None:
         projected = torch.randn(
             (rows, sizes.channels + sizes.value_size), device=DEVICE, dtype=BF16
         )
-        x = torch.randn((rows, 5120), device=DEVICE, dtype=BF16)
-        gates = GateProjection(x, torch.randn((96, 5120), device=DEVICE, dtype=BF16))
+        gates = torch.randn((rows, 96), device=DEVICE, dtype=BF16)
         out = torch.empty((rows, sizes.value_size), device=DEVICE, dtype=BF16)
         calls = []
         for first in range(0, pool - rows + 1, rows):
@@ -155,7 +154,7 @@ def bench_delta() -> None:
                 calls.append(
                     lambda s=slots, i=layer: step.step(
                         projected[:, : sizes.channels], projected[:, sizes.channels :],
-                        gates, weights, conv[i], state[i], s, out=out, settled=True,
+                        gates[:, :48], gates[:, 48:], weights, conv[i], state[i], s, out=out,
                     )
                 )  # fmt: skip
         us = timed(calls)

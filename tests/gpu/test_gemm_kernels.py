@@ -181,6 +181,35 @@ def test_a_chain_of_early_products_reads_what_was_written_before_it():
     assert results[0].isfinite().all()
 
 
+def test_a_product_beside_another_ends_after_it():
+    """Large products whose small companions have the same input; what follows reads both."""
+    pairs = [(weight_of(CODES, 8192, 1024, seed=i), weight_of(BF16, 96, 1024, seed=9 + i))
+             for i in range(6)]  # fmt: skip
+    norm = torch.ones(1024, device=DEVICE, dtype=BF16)
+    x = noise(20, 1024, dtype=BF16)
+    results = []
+    for early in (False, True):
+        gemm = SkinnyGemm(DEVICE, early=early)
+        for capture in (False, True):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph) if capture else torch.cuda.stream(torch.cuda.Stream()):
+                rows, seen = x * 1, []
+                for large, small in pairs:
+                    a = gemm.linear(rows, large)
+                    b = gemm.linear(rows, small, same_input=True)
+                    rows = fused.rms_norm(a[:, 7168:], norm, 1e-6)
+                    seen += [rows, fused.silu_mul(b)]
+            for _ in range(10 if capture else 0):
+                for tensor in seen:
+                    tensor.fill_(torch.nan)
+                graph.replay()
+            torch.cuda.synchronize()
+            results.append([tensor.clone() for tensor in seen])
+    for result in results[1:]:
+        assert all(map(torch.equal, result, results[0]))
+    assert all(tensor.isfinite().all() for tensor in results[0])
+
+
 def test_shapes_that_no_kernel_has_are_refused(gemm):
     x = noise(2, 64, dtype=BF16)
     for weight in (noise(8, 64, dtype=BF16), noise(16, 64, dtype=FP16), noise(16, 64)):

@@ -83,11 +83,13 @@ class Backend(Protocol):
         decode_rows: int = 0,
         residual: torch.Tensor | None = None,
         wide: bool = False,
+        same_input: bool = False,
     ) -> torch.Tensor:
         """`x [rows, in]` times a packed weight -> `[rows, out]`, accumulated in fp32.
 
         decode_rows: leading rows that have the bits of a step of decode rows alone. residual:
         `[rows, out]`, added; its memory may be used for the result. wide: an fp32 result.
+        same_input: x is that of the product called last, so that both may run at once.
         """
         ...
 
@@ -197,10 +199,10 @@ class Backend(Protocol):
 
     def delta_mix_step(
         self,
-        x: torch.Tensor,
         qkv: torch.Tensor,
         z: torch.Tensor,
-        gates: Sequence[Weight],
+        b: torch.Tensor,
+        a: torch.Tensor,
         weights: DeltaWeights,
         conv: torch.Tensor,
         state: torch.Tensor,
@@ -208,9 +210,7 @@ class Backend(Protocol):
     ) -> torch.Tensor:
         """A linear layer between its projections, one token a row: `[B, Hv * dv]`.
 
-        x: `[B, hidden]`, the input of the layer's projections; gates: packed weights over x that
-        give b and a side by side, `[B, 2 * Hv]`. Then `conv_step`, `delta_gates`,
-        `gated_delta_step` and `gated_rms_norm` after one another.
+        `conv_step`, `delta_gates`, `gated_delta_step` and `gated_rms_norm` after one another.
         """
         ...
 

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headrace.backends.base import PREFILL_TILE, DeltaWeights, Weight
 from headrace.backends.cuda import fused, prefill
-from headrace.backends.cuda.delta import DeltaPrefill, DeltaStep, GateProjection
+from headrace.backends.cuda.delta import DeltaPrefill, DeltaStep
 from headrace.backends.cuda.gemm import ELEMENTS, MAX_ROWS, SkinnyGemm
 from headrace.backends.cuda.kv import HEAD_DIMS, MAX_GROUP, KVKernels, LowWindow, QKNorm, Rotary
 from headrace.backends.cuda.loader import require_gpu
@@ -148,6 +148,7 @@ class CudaBackend:
         decode_rows: int = 0,
         residual: torch.Tensor | None = None,
         wide: bool = False,
+        same_input: bool = False,
     ) -> torch.Tensor:
         """Decode rows by `SkinnyGemm`, the others by library products; both of one storage.
 
@@ -157,7 +158,7 @@ class CudaBackend:
         if few and _is_gated(x, weight):
             x = fused.silu_mul(x)
         if few == x.shape[0]:
-            return self._skinny(x, weight, residual=residual, wide=wide)
+            return self._skinny(x, weight, residual=residual, wide=wide, same_input=same_input)
         if not few:
             return self._library(x, weight, residual, wide)
         rests = (None, None) if residual is None else (residual[:few], residual[few:])
@@ -192,13 +193,19 @@ class CudaBackend:
         return rows if rows <= MAX_ROWS else 0
 
     def _skinny(
-        self, x: torch.Tensor, weight: Weight, *, residual: torch.Tensor | None, wide: bool
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        *,
+        residual: torch.Tensor | None,
+        wide: bool,
+        same_input: bool = False,
     ) -> torch.Tensor:
         if x.dtype == torch.float32:
             out = self._few.linear(x, weight)
             return out if residual is None else out.add_(residual)
         if _is_skinny(weight):
-            return self._few.linear(x, weight, residual=residual, wide=wide)
+            return self._few.linear(x, weight, residual=residual, wide=wide, same_input=same_input)
         out = self._exact.linear(x, weight)
         if residual is not None:
             out = residual + out
@@ -355,25 +362,18 @@ class CudaBackend:
 
     def delta_mix_step(
         self,
-        x: torch.Tensor,
         qkv: torch.Tensor,
         z: torch.Tensor,
-        gates: Sequence[Weight],
+        b: torch.Tensor,
+        a: torch.Tensor,
         weights: DeltaWeights,
         conv: torch.Tensor,
         state: torch.Tensor,
         slots: torch.Tensor,
     ) -> torch.Tensor:
-        """One launch, if the gates have one dense matrix."""
-        step, matrix = self._deltas()[0], gates[0]
-        source: GateProjection | tuple[torch.Tensor, torch.Tensor]
-        if len(gates) == 1 and isinstance(matrix, torch.Tensor) and step.takes(matrix):
-            source = GateProjection(x, matrix)
-        else:
-            products = [self.linear(x, weight, decode_rows=x.shape[0]) for weight in gates]
-            b, a = torch.cat(products, dim=1).chunk(2, dim=1)
-            source = (b, a)
-        return step.step(qkv, z, source, weights, conv, state, slots, settled=True)
+        """One launch."""
+        step = self._deltas()[0]
+        return step.step(qkv, z, b, a, weights, conv, state, slots, settled=True)
 
     def delta_gates(
         self, b: torch.Tensor, a: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor

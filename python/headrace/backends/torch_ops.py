@@ -79,6 +79,7 @@ class TorchBackend:
         decode_rows: int = 0,
         residual: torch.Tensor | None = None,
         wide: bool = False,
+        same_input: bool = False,
     ) -> torch.Tensor:
         """`x [rows, in]` times `weight [out, in]` (plain, packed or codes) -> `[rows, out]`.
 
@@ -258,18 +259,16 @@ class TorchBackend:
 
     def delta_mix_step(
         self,
-        x: torch.Tensor,
         qkv: torch.Tensor,
         z: torch.Tensor,
-        gates: Sequence[Weight],
+        b: torch.Tensor,
+        a: torch.Tensor,
         weights: DeltaWeights,
         conv: torch.Tensor,
         state: torch.Tensor,
         slots: torch.Tensor,
     ) -> torch.Tensor:
-        """The operations of a linear layer after one another."""
-        products = [self.linear(x, weight, decode_rows=x.shape[0]) for weight in gates]
-        b, a = torch.cat(products, dim=1).chunk(2, dim=1)
+        """The four operations of a linear layer after one another."""
         rows, (value_heads, value_dim, key_dim) = qkv.shape[0], state.shape[1:]
         beta, g = self.delta_gates(b, a, weights.a_log, weights.dt_bias)
         mixed = self.conv_step(qkv, weights.taps, conv, slots)

@@ -11,12 +11,8 @@
 // their outputs through distributed shared memory and each normalises all of them in the same
 // order, so bits do not depend on SPLIT.
 //
-// The gates are given, or are two products of the layer's input, which is cheaper here than as a launch
-// of its own: a matrix of 96 rows keeps six multiprocessors busy for 7 us.
-//
 // Layouts: qkv [rows, 2 Hk dk + Hv dv] (q, k, v) and z [rows, Hv dv] with a row stride, b and a
-// [rows, Hv] with one row stride; or hidden [rows, width] with a row stride, in 16-byte pieces, and
-// gate_weights [2 Hv, width], first those of b (dynamic shared memory: 3 * width elements). taps fp32 [channels, 4], a_log, dt_bias fp32 [Hv], weight [dv], conv
+// [rows, Hv] with one row stride, taps fp32 [channels, 4], a_log, dt_bias fp32 [Hv], weight [dv], conv
 // state [slots, channels, 3] oldest first, state fp32 [slots, Hv, dv, dk], out [rows, Hv dv]. Value
 // head i reads key head i / (Hv / Hk). A row with a negative slot touches no state; its out is 0.
 //
@@ -60,7 +56,6 @@ constexpr float kL2Eps = 1e-6f;              // part of the model
 static_assert(DK % 32 == 0 && DV % 32 == 0, "a lane has whole vectors");
 static_assert(kRows % (4 * WARPS) == 0 && kBatches > 0, "every warp has the same rows");
 static_assert(kRows <= kThreads, "a thread has one output");
-static_assert(WARPS == 4 || WARPS == 8, "gates are summed in eight jobs");
 
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
@@ -104,35 +99,6 @@ __device__ __forceinline__ void move_on(Element* conv, const Element* x, long lo
     conv[c * 3 + 2] = fresh(x + c);
 }
 
-constexpr int kPiece = 16 / sizeof(Element);
-constexpr int kParts = 4;
-
-// 16 bytes to shared memory, past L1 and without a register.
-__device__ __forceinline__ void copy_piece(Element* to, const Element* from) {
-    const unsigned shared = static_cast<unsigned>(__cvta_generic_to_shared(to));
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(from) : "memory");
-}
-
-// Part `part` of four of the product of two rows, in one warp: the same whatever the number of warps.
-
-struct alignas(16) Piece {
-    Element values[kPiece];
-};
-
-__device__ __forceinline__ float part_of_product(const Element* x, const Element* weights, int width,
-                                                 int part, int lane) {
-    float sum = 0.0f;
-#pragma unroll 5
-    for (int at = (part * 32 + lane) * kPiece; at < width; at += kParts * 32 * kPiece) {
-        const Piece left = *reinterpret_cast<const Piece*>(x + at);
-        const Piece right = *reinterpret_cast<const Piece*>(weights + at);
-#pragma unroll
-        for (int i = 0; i < kPiece; ++i)
-            sum = fmaf(widen(left.values[i]), widen(right.values[i]), sum);
-    }
-    return warp_sum(sum);
-}
-
 __device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
 __device__ __forceinline__ void store_in_cluster(const float* address, int cta, float value) {
@@ -154,8 +120,7 @@ __device__ __forceinline__ void cluster_wait() {
 
 extern "C" __global__ void __cluster_dims__(GROUP* SPLIT, 1, 1) __launch_bounds__(kThreads, CTAS)
     delta_step(const Element* qkv, long long qkv_stride, const Element* z, long long z_stride,
-               const Element* b, const Element* a, long long gate_stride, const Element* hidden,
-               long long hidden_stride, const Element* gate_weights, int width, const float* taps,
+               const Element* b, const Element* a, long long gate_stride, const float* taps,
                const float* a_log, const float* dt_bias, const Element* weight, float eps,
                Element* conv, float* state, const long long* slots, Element* out,
                long long out_stride, int settled) {
@@ -163,7 +128,7 @@ extern "C" __global__ void __cluster_dims__(GROUP* SPLIT, 1, 1) __launch_bounds_
     constexpr int kTurns = (kChannels + kThreads - 1) / kThreads;
     __shared__ __align__(16) float qkv_of[kChannels];
     __shared__ float o_of[DV];
-    __shared__ float gate_sums[2][kParts];
+    __shared__ float beta, decay;
     next_kernel_may_start();
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int member = blockIdx.x / SPLIT, slice = blockIdx.x % SPLIT;
@@ -188,18 +153,7 @@ extern "C" __global__ void __cluster_dims__(GROUP* SPLIT, 1, 1) __launch_bounds_
         if (i < 2 * DK) return key_size - DK + key_head * DK + i;
         return 2 * key_size + head * DV + slice * kRows + i - 2 * DK;
     };
-    // What carries over from earlier steps is asked for while the projections still run, and so are the
-    // weights of the gates.
-    extern __shared__ float4 dynamic[];
-    Element* hidden_of = reinterpret_cast<Element*>(dynamic);
-    Element* rows_of = hidden_of + width;  // of b, then of a
-    if (hidden != nullptr)
-        for (int at = threadIdx.x * kPiece; at < width; at += kThreads * kPiece)
-#pragma unroll
-            for (int which = 0; which < 2; ++which)
-                copy_piece(rows_of + which * width + at,
-                           gate_weights +
-                               static_cast<long long>(which * value_heads + head) * width + at);
+    // What carries over from earlier steps is asked for while the projections still run.
     if (!settled) previous_kernel_ended();
     Channel channel[kTurns];
 #pragma unroll
@@ -218,7 +172,11 @@ extern "C" __global__ void __cluster_dims__(GROUP* SPLIT, 1, 1) __launch_bounds_
                                  i * kLanes + (lane & 7));
     const int mine = min(static_cast<int>(threadIdx.x), kRows - 1);  // the output of this thread
     const float factor_of_norm = widen(weight[slice * kRows + mine]);
-    const float rate = a_log[head], bias = dt_bias[head];
+    float write_gate = 0.0f, decay_gate = 0.0f, rate = 0.0f, bias = 0.0f;
+    if (threadIdx.x == kThreads - 1) {
+        rate = a_log[head];
+        bias = dt_bias[head];
+    }
 
     previous_kernel_ended();
 #pragma unroll
@@ -226,11 +184,7 @@ extern "C" __global__ void __cluster_dims__(GROUP* SPLIT, 1, 1) __launch_bounds_
         const int i = turn * kThreads + threadIdx.x;
         if (i < kChannels) channel[turn].x = fresh(x + channel_at(i));
     }
-    float write_gate = 0.0f, decay_gate = 0.0f;
-    if (hidden != nullptr) {
-        for (int at = threadIdx.x * kPiece; at < width; at += kThreads * kPiece)
-            copy_piece(hidden_of + at, hidden + row * hidden_stride + at);
-    } else {
+    if (threadIdx.x == kThreads - 1) {
         write_gate = widen(fresh(b + row * gate_stride + head));
         decay_gate = widen(fresh(a + row * gate_stride + head));
     }
@@ -243,19 +197,13 @@ extern "C" __global__ void __cluster_dims__(GROUP* SPLIT, 1, 1) __launch_bounds_
         // Nobody else reads the state of its share of v.
         if (i >= 2 * DK && i < kChannels) move_on(histories, x, channel_at(i));
     }
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    if (threadIdx.x == kThreads - 1) {
+        beta = sigmoid(write_gate);
+        decay = expf(-expf(rate) * softplus(decay_gate + bias));
+    }
     __syncthreads();
     // From here on the convolution state has been read, and everyone runs.
     cluster_arrive();
-    if (hidden != nullptr) {
-#pragma unroll
-        for (int job = warp; job < 2 * kParts; job += WARPS) {
-            const int which = job / kParts, part = job % kParts;
-            const float sum =
-                part_of_product(hidden_of, rows_of + which * width, width, part, lane);
-            if (lane == 0) gate_sums[which][part] = sum;
-        }
-    }
 
     // Every warp takes the norms for itself: cheaper than a barrier.
     const float* q_of = qkv_of;
@@ -285,19 +233,6 @@ extern "C" __global__ void __cluster_dims__(GROUP* SPLIT, 1, 1) __launch_bounds_
         k[i].z *= k_factor;
         k[i].w *= k_factor;
     }
-
-    if (hidden != nullptr) {
-        __syncthreads();
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-            write_gate += gate_sums[0][part];
-            decay_gate += gate_sums[1][part];
-        }
-        write_gate = rounded(write_gate);
-        decay_gate = rounded(decay_gate);
-    }
-    const float beta = sigmoid(write_gate);
-    const float decay = expf(-expf(rate) * softplus(decay_gate + bias));
 
     float output[kBatches];
 #pragma unroll

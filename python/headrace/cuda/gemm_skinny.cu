@@ -10,6 +10,8 @@
 // steps are in flight, also while the sums of a group are combined. Launched with programmatic stream
 // serialization it reads W while the kernel before it still runs. No CTA waits for another: a few
 // idle multiprocessors cost less than that, because the others then pull more each.
+// It lets the next kernel start once x is there. So one with the same x need not wait for it, and fills
+// idle multiprocessors; it ends after the kernel ahead, as everyone behind it takes for granted.
 // W is the 16-row operand of mma.m16n8k16 and x the 8 columns. The order of k inside a tile is
 // permuted alike on both sides, so that a lane reads 16 contiguous bytes; the rows of a tile are
 // permuted so that the eight lanes of a shared memory access hit all banks (row_of_lane).
@@ -25,7 +27,8 @@
 //
 // -D at load: ELEMENT (0 bf16, 1 fp16), CODES (0, 1: needs bf16), NT (columns of 8: 1 for m <= 8, 2 for
 // m <= 16), TILES, ROW_WARPS, K_WARPS (even), STAGES, K_SPLIT (1, or 2 if every cluster has one group and there are two steps along k), EPILOGUE (0 none; 1 out = residual + product,
-// both rounded in between; 2 silu(first half of n) * second half), WIDE (1: out is fp32, not rounded).
+// both rounded in between; 2 silu(first half of n) * second half), WIDE (1: out is fp32, not rounded), SAME_INPUT
+// (1: the launch just ahead is this kernel with the same x).
 #include "gemm_skinny.cuh"
 
 #ifndef CODES
@@ -54,6 +57,9 @@
 #endif
 #ifndef WIDE
 #define WIDE 0
+#endif
+#ifndef SAME_INPUT
+#define SAME_INPUT 0
 #endif
 
 using namespace skinny;
@@ -240,6 +246,19 @@ __device__ __forceinline__ void add(float4& a, float4 b) {
     a.w += b.w;
 }
 
+__device__ __forceinline__ void await_input() {
+#if !SAME_INPUT
+    previous_kernel_ended();
+    next_kernel_may_start();
+#endif
+}
+
+__device__ __forceinline__ void await_end() {
+#if SAME_INPUT
+    previous_kernel_ended();
+#endif
+}
+
 // Among the warps that compute.
 __device__ __forceinline__ void sync_computing() {
     asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
@@ -291,7 +310,9 @@ __cluster_dims__(K_SPLIT, 1, 1)
     const unsigned base = (raw + 1023) / 1024 * 1024;
     const unsigned full = static_cast<unsigned>(__cvta_generic_to_shared(barriers));
     const unsigned empty = full + STAGES * 8;
+#if SAME_INPUT
     next_kernel_may_start();
+#endif
     if (threadIdx.x == kThreads) {
         prefetch_map(&map);
         prefetch_map(&x_map);
@@ -314,7 +335,7 @@ __cluster_dims__(K_SPLIT, 1, 1)
             feed_weights(s, ahead, base + i * kStageBytes, full + i * 8, once);
             ahead.advance(steps);
         }
-        previous_kernel_ended();
+        await_input();
         Unit unit{begin, steps.first};
         int stage = 0;
         unsigned parity = 1;  // of the barrier that says that a stage is free
@@ -335,10 +356,11 @@ __cluster_dims__(K_SPLIT, 1, 1)
         __syncwarp();
         cluster_wait();  // what comes later is for the warps that compute: this one has left by then
 #endif
+        await_end();
         return;
     }
 
-    previous_kernel_ended();
+    await_input();
     const int row_warp = warp / K_WARPS, k_warp = warp % K_WARPS;
     float4* sums_of = reinterpret_cast<float4*>(dynamic + (base - raw) + STAGES * kStageBytes);
     // Where a lane finds its 16 bytes of the first tile, relative to the stage.
@@ -413,6 +435,7 @@ __cluster_dims__(K_SPLIT, 1, 1)
                 }
                 cluster_arrive();
                 cluster_wait();
+                await_end();
                 return;
             }
             cluster_arrive();
@@ -439,4 +462,5 @@ __cluster_dims__(K_SPLIT, 1, 1)
         }
         now = next;
     }
+    await_end();
 }

@@ -30,11 +30,17 @@ class Linear:
         decode_rows: int = 0,
         residual: torch.Tensor | None = None,
         wide: bool = False,
+        same_input: bool = False,
     ) -> torch.Tensor:
         """`[rows, in] -> [rows, out]`; options as in `Backend.linear`."""
         if len(self.weights) == 1:
             return self._backend.linear(
-                x, self.weights[0], decode_rows=decode_rows, residual=residual, wide=wide
+                x,
+                self.weights[0],
+                decode_rows=decode_rows,
+                residual=residual,
+                wide=wide,
+                same_input=same_input,
             )
         assert residual is None, "only a single matrix writes to the residual stream"
         parts = [

@@ -44,26 +44,24 @@ class LinearMixer:
         sizes, rows = self._sizes, step.batch.num_decode
         projected = self._qkv_z.forward(x, decode_rows=rows)
         qkv, z = torch.split(projected, [sizes.channels, sizes.value_size], dim=1)
+        b, a = self._b_a.forward(x, decode_rows=rows, same_input=True).chunk(2, dim=1)
         parts = []
         if rows:
             parts.append(
                 self._backend.delta_mix_step(
-                    x[:rows],
                     qkv[:rows],
                     z[:rows],
-                    self._b_a.weights,
+                    b[:rows],
+                    a[:rows],
                     self._weights,
                     pool.conv[self._state_layer],
                     pool.recurrent[self._state_layer],
                     step.batch.state_slots,
                 )
             )
-        if step.batch.segments:
-            b_a = self._b_a.forward(x[rows:])
         for segment in step.batch.segments:
             span = slice(segment.offset, segment.offset + segment.length)
-            b, a = b_a[segment.offset - rows :][: segment.length].chunk(2, dim=1)
-            parts.append(self._run(qkv[span], z[span], b, a, segment, pool))
+            parts.append(self._run(qkv[span], z[span], b[span], a[span], segment, pool))
         mixed = torch.cat(parts) if len(parts) > 1 else parts[0]
         return self._output.forward(mixed, decode_rows=rows, residual=residual)
 

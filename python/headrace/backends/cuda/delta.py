@@ -12,12 +12,12 @@ import torch
 
 from headrace.backends.base import DeltaWeights
 from headrace.backends.cuda.early import early_kernel
-from headrace.backends.cuda.gemm import ELEMENTS, LARGEST_SHARED
+from headrace.backends.cuda.gemm import ELEMENTS
 from headrace.backends.cuda.loader import Function, Variant, launch, load
 from headrace.errors import ConfigError
 from headrace.models.hybrid_config import DELTA_CHUNK, LinearAttention
 
-__all__ = ["DeltaPrefill", "DeltaStep", "DeltaWeights", "GateProjection"]
+__all__ = ["DeltaPrefill", "DeltaStep", "DeltaWeights"]
 
 # CTAs of a cluster, which all value heads of a key head share, and warps of a CTA.
 _CLUSTER = 8
@@ -28,7 +28,6 @@ _FEW_ROWS, _WARPS_OF_FEW, _WARPS_OF_MANY = 2, 8, 4
 # Threads of the first prefill kernel, and most rows of the state that one CTA of the second carries
 # along, two threads a row.
 _PREFILL_THREADS = 256
-_OWN_SHARED = 4096  # of the step, for everything but its gates
 _MAX_SLICE = 64
 # Of a chunk and head between the kernels: two lower triangles of ten blocks of 16 x 16, three
 # factors a token and one, padded, of the state; all of four bytes. See cuda/delta_prefill.cu.
@@ -38,18 +37,6 @@ _STAGES = 2
 # Rows of q, k and v are read by such vectors.
 _ROW_ALIGNMENT = 16
 _HEAD_DIMS = (32, 64, 128)
-
-
-@dataclass(frozen=True, slots=True)
-class GateProjection:
-    """Where b and a of a step come from, if nobody has computed them.
-
-    x: `[B, hidden]`, rows may be strided; matrix: `[2 * Hv, hidden]`, first the rows of b, in the
-    model dtype.
-    """
-
-    x: torch.Tensor
-    matrix: torch.Tensor
 
 
 class DeltaStep:
@@ -79,15 +66,12 @@ class DeltaStep:
             _Kernel(dtype, *widths, group, warps) for warps in (_WARPS_OF_FEW, _WARPS_OF_MANY)
         )
 
-    def takes(self, matrix: torch.Tensor) -> bool:
-        """Whether the launch has room for the gates of a projection like this one."""
-        return 3 * matrix.shape[1] * matrix.element_size() <= LARGEST_SHARED - _OWN_SHARED
-
     def step(
         self,
         qkv: torch.Tensor,
         z: torch.Tensor,
-        gates: tuple[torch.Tensor, torch.Tensor] | GateProjection,
+        b: torch.Tensor,
+        a: torch.Tensor,
         weights: DeltaWeights,
         conv: torch.Tensor,
         state: torch.Tensor,
@@ -98,11 +82,11 @@ class DeltaStep:
     ) -> torch.Tensor:
         """`conv_step`, `delta_gates`, `gated_delta_step` and `gated_rms_norm` of a backend.
 
-        qkv: `[B, channels]`; z: `[B, Hv * dv]`; gates: b and a, `[B, Hv]` with the same stride, or
-        what they are made of; columns contiguous, rows strided. conv, state: one layer of each
-        pool, `[slots, channels, 3]` and fp32 `[slots, Hv, dv, dk]`; slots: int64 `[B]`, no slot
-        twice, negative for padding. settled: both states were written before a copy or kernel that
-        does not start early, see `early`. Returns `[B, Hv * dv]`, zeros for padding.
+        qkv: `[B, channels]`; z: `[B, Hv * dv]`; b, a: `[B, Hv]` with the same stride; columns
+        contiguous, rows strided. conv, state: one layer of each pool, `[slots, channels, 3]` and
+        fp32 `[slots, Hv, dv, dk]`; slots: int64 `[B]`, no slot twice, negative for padding.
+        settled: both states were written before a copy or kernel that does not start early, see
+        `early`. Returns `[B, Hv * dv]`, zeros for padding.
 
         Raises
         ------
@@ -110,15 +94,13 @@ class DeltaStep:
             A tensor of another shape or dtype; nothing was launched.
         """
         rows = qkv.shape[0]
-        self._check(rows, qkv, z, conv, state, slots)
-        arrays = self._gates(rows, gates)
+        self._check(rows, qkv, z, b, a, conv, state, slots)
         if out is None:
             out = torch.empty((rows, self._sizes.value_size), dtype=self._dtype, device=qkv.device)
         kernel = self._few if rows <= _FEW_ROWS else self._many
         if rows:
-            shared = 3 * arrays[-1] * self._dtype.itemsize
             device = torch.cuda.current_device()
-            early_kernel(kernel.source, "delta_step", shared, device).launch(
+            early_kernel(kernel.source, "delta_step", 0, device).launch(
                 (kernel.group * kernel.split, self._sizes.key_heads, rows),
                 32 * kernel.warps,
                 (
@@ -126,7 +108,9 @@ class DeltaStep:
                     qkv.stride(0),
                     z.data_ptr(),
                     z.stride(0),
-                    *arrays,
+                    b.data_ptr(),
+                    a.data_ptr(),
+                    b.stride(0),
                     weights.taps.data_ptr(),
                     weights.a_log.data_ptr(),
                     weights.dt_bias.data_ptr(),
@@ -143,10 +127,17 @@ class DeltaStep:
         return out
 
     def _check(self, rows: int, qkv: torch.Tensor, *others: torch.Tensor) -> None:
-        z, conv, state, slots = others
+        z, b, a, conv, state, slots = others
         sizes = self._sizes
-        self._check_rows("qkv", qkv, rows, sizes.channels)
-        self._check_rows("z", z, rows, sizes.value_size)
+        widths = (sizes.channels, sizes.value_size, sizes.value_heads, sizes.value_heads)
+        for name, x, width in zip(("qkv", "z", "b", "a"), (qkv, z, b, a), widths, strict=True):
+            if x.shape != (rows, width) or x.dtype != self._dtype or x.stride(1) != 1:
+                raise ConfigError(
+                    f"delta step: {name} is {x.dtype} {list(x.shape)}, expected {self._dtype} "
+                    f"[{rows}, {width}] with contiguous columns"
+                )
+        if rows and a.stride(0) != b.stride(0):
+            raise ConfigError("delta step: a and b have different row strides")
         pool = (sizes.value_heads, sizes.value_head_dim, sizes.key_head_dim)
         if state.shape[1:] != pool or state.dtype != torch.float32 or not state.is_contiguous():
             raise ConfigError(f"delta step: state is {state.dtype} {list(state.shape)}")
@@ -154,37 +145,6 @@ class DeltaStep:
             raise ConfigError(f"delta step: conv state is {conv.dtype} {list(conv.shape)}")
         if slots.shape != (rows,) or slots.dtype != torch.int64 or not conv.is_contiguous():
             raise ConfigError(f"delta step: slots are {slots.dtype} {list(slots.shape)}")
-
-    def _gates(
-        self, rows: int, gates: tuple[torch.Tensor, torch.Tensor] | GateProjection
-    ) -> tuple[int, ...]:
-        """Arguments of the kernel: b, a and their stride, then x, its stride, matrix, width."""
-        heads = self._sizes.value_heads
-        if not isinstance(gates, GateProjection):
-            b, a = gates
-            self._check_rows("b", b, rows, heads)
-            self._check_rows("a", a, rows, heads)
-            if rows and a.stride(0) != b.stride(0):
-                raise ConfigError("delta step: a and b have different row strides")
-            return (b.data_ptr(), a.data_ptr(), b.stride(0), 0, 0, 0, 0)
-        x, matrix = gates.x, gates.matrix
-        width = matrix.shape[1]
-        self._check_rows("x", x, rows, width)
-        self._check_rows("matrix", matrix, 2 * heads, width)
-        piece = 16 // x.element_size()
-        if not self.takes(matrix):
-            raise ConfigError(f"delta step: x of width {width} does not fit in shared memory")
-        unaligned = width % piece or x.stride(0) % piece or x.data_ptr() % 16
-        if unaligned or not matrix.is_contiguous():
-            raise ConfigError(f"delta step: x {list(x.shape)} has rows not aligned to 16 bytes")
-        return (0, 0, 0, x.data_ptr(), x.stride(0), matrix.data_ptr(), width)
-
-    def _check_rows(self, name: str, x: torch.Tensor, rows: int, width: int) -> None:
-        if x.shape != (rows, width) or x.dtype != self._dtype or x.stride(1) != 1:
-            raise ConfigError(
-                f"delta step: {name} is {x.dtype} {list(x.shape)}, expected {self._dtype} "
-                f"[{rows}, {width}] with contiguous columns"
-            )
 
 
 @dataclass(frozen=True, slots=True)

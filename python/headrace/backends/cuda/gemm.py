@@ -75,7 +75,7 @@ class Tiling:
 # Stages as whole steps of 8B, 27B and 0.6B were fastest with them: what is in flight hides the
 # latency of HBM and the end of the kernel before, but its memory keeps the next kernel waiting.
 TILINGS = (
-    Tiling(tiles=1, row_warps=1, k_warps=8, stages=10),
+    Tiling(tiles=1, row_warps=1, k_warps=8, stages=7),
     Tiling(tiles=2, row_warps=1, k_warps=8, stages=9),
     Tiling(tiles=3, row_warps=1, k_warps=8, stages=6),
     Tiling(tiles=4, row_warps=1, k_warps=8, stages=3),
@@ -101,6 +101,7 @@ class GemmVariant:
     tiling: Tiling
     epilogue: Epilogue
     wide: bool
+    same_input: bool
 
     @property
     def source(self) -> Variant:
@@ -119,6 +120,7 @@ class GemmVariant:
                 ("K_SPLIT", self.tiling.k_split),
                 ("EPILOGUE", int(self.epilogue)),
                 ("WIDE", int(self.wide)),
+                ("SAME_INPUT", int(self.same_input)),
             ),
         )
 
@@ -170,6 +172,7 @@ class Product:
     codes: bool = False
     epilogue: Epilogue = Epilogue.NONE
     wide: bool = False
+    same_input: bool = False
 
     def fits(self, tiling: Tiling, itemsize: int, processors: int) -> bool:
         """Whether the matrix can be cut so; itemsize: of an element of x."""
@@ -212,6 +215,7 @@ def variant_of(
         tiling=tiling or product.tiling(dtype.itemsize, processors),
         epilogue=product.epilogue,
         wide=product.wide,
+        same_input=product.same_input,
     )
 
 
@@ -244,6 +248,7 @@ class SkinnyGemm:
         residual: torch.Tensor | None = None,
         silu_mul: bool = False,
         wide: bool = False,
+        same_input: bool = False,
         out: torch.Tensor | None = None,
         tiling: Tiling | None = None,
     ) -> torch.Tensor:
@@ -252,7 +257,8 @@ class SkinnyGemm:
         x: bf16 or fp16 for a weight of the same dtype, bf16 for codes, or fp32 for fp32. Rows may
         be strided; addresses of rows are multiples of 16 bytes. residual: `[rows, out]`, added to
         the rounded product. silu_mul: the weight is gate and up, and the result
-        `[rows, out / 2]`. wide: an fp32 result that was never rounded. out: where to put it.
+        `[rows, out / 2]`. wide: an fp32 result that was never rounded. same_input: the launch just
+        ahead is a product with this x, too, and neither waits for the other. out: where to put it.
         tiling: only for measurements.
 
         Raises
@@ -272,7 +278,8 @@ class SkinnyGemm:
         epilogue = Epilogue.NONE if residual is None else Epilogue.RESIDUAL
         if silu_mul:
             epilogue = Epilogue.SILU_MUL
-        product = Product(matrix.shape[0], matrix.shape[1], codes, epilogue, wide)
+        beside = same_input and self._early
+        product = Product(matrix.shape[0], matrix.shape[1], codes, epilogue, wide, beside)
         if tiling is not None and not product.fits(tiling, x.element_size(), self._processors):
             raise ConfigError(f"linear: {tiling} does not fit a weight {list(matrix.shape)}")
         for first in range(0, x.shape[0], MAX_ROWS):
@@ -424,6 +431,8 @@ def products_of(config: ModelConfig) -> set[Product]:
     if linear is not None:
         products.add(Product(linear.channels + linear.value_size, hidden, codes))
         products.add(Product(hidden, linear.value_size, codes, Epilogue.RESIDUAL))
+        # b and a, which are never codes
+        products.add(Product(2 * linear.value_heads, hidden, same_input=True))
     return products
 
 
