@@ -100,8 +100,13 @@ def load_variant(variant: Variant, *, cache: Path | None = None) -> KernelModule
 
 @functools.cache
 def _loaded(variant: Variant, _device: int, cache: Path | None) -> KernelModule:
-    path, symbols = cached_cubin(variant, cache or Path.home() / ".cache" / "headrace" / "kernels")
+    path, symbols = cached_cubin(variant, cache or kernel_folder())
     return KernelModule(_cupy().RawModule(path=str(path)), symbols)
+
+
+def kernel_folder() -> Path:
+    """Return the folder for machine code, unless a caller has one of its own."""
+    return Path.home() / ".cache" / "headrace" / "kernels"
 
 
 def cached_cubin(variant: Variant, folder: Path) -> tuple[Path, dict[str, str]]:
