@@ -26,7 +26,7 @@ from tier_cases import FORMATS, MODELS, PAGE, Plain, params, prompt, run, settle
 
 DEVICE = torch.device("cuda", 0)
 POISON = 0xEE
-GUARD = 256
+GUARD = 256  # bytes, also the alignment of a plane
 NEVER = 2**62
 # Thresholds that choose one mechanism for every length.
 MECHANISMS = {"plain": (0, None), "batch": (NEVER, 0), "gather": (NEVER, None)}
@@ -379,7 +379,10 @@ def guarded(layout, pages, page_tokens):
         shape = layout.plane_shape(plane, pages, page_tokens)
         row = shape[3] * shape[4] * plane.dtype.itemsize
         unit = page_tokens * row + GUARD
-        storage = torch.empty((layout.layers, pages, unit), dtype=torch.uint8, device=DEVICE)
+        size = layout.layers * pages * unit
+        memory = torch.empty(size + GUARD, dtype=torch.uint8, device=DEVICE)
+        start = -memory.data_ptr() % GUARD
+        storage = memory[start : start + size].view(layout.layers, pages, unit)
         assert unit % plane.dtype.itemsize == 0
         typed = storage.view(plane.dtype)
         stride = unit // plane.dtype.itemsize

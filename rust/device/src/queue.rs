@@ -90,7 +90,7 @@ impl Shared {
             return Err(Error::config("deadline", "0 s", "a time above zero"));
         }
         if config.copy_check && !device.checks_sums() {
-            let expected = format!("off: the {} device compares no checksums", device.name());
+            let expected = format!("off, as the {} device compares no checksums", device.name());
             return Err(Error::config("copy_check", "on", expected));
         }
         device.check(&memory)?;

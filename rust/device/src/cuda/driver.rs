@@ -112,7 +112,9 @@ macro_rules! driver {
 
         impl Driver {
             /// find: address of a symbol with the signature of a version.
-            fn resolve(find: impl Fn(&'static CStr, i32) -> Option<*mut c_void>) -> Result<Self> {
+            pub(super) fn resolve(
+                find: impl Fn(&'static CStr, i32) -> Option<*mut c_void>,
+            ) -> Result<Self> {
                 let needed = |symbol: &'static CStr| {
                     find(symbol, VERSION).ok_or_else(|| missing(symbol))
                 };

@@ -1,6 +1,8 @@
 //! The device over a driver made for tests: what it enqueues, in which order, and what it keeps.
 #![expect(clippy::cast_possible_truncation, reason = "test memory is small")]
 
+use std::cell::RefCell;
+use std::ffi::CStr;
 use std::sync::mpsc::channel;
 
 use headrace_core::{
@@ -177,6 +179,34 @@ fn default_streams_are_refused_before_any_driver_call() {
         ));
         assert_eq!(fake.take_calls(), []);
     }
+}
+
+#[test]
+fn a_function_that_the_driver_lacks_is_named_unless_it_is_the_batch() {
+    let asked = RefCell::new(Vec::new());
+    let all_but = |missing: &CStr| {
+        Driver::resolve(|symbol, version| {
+            asked.borrow_mut().push((symbol, version));
+            (symbol != missing).then_some(std::ptr::dangling_mut())
+        })
+    };
+    let whole = all_but(c"none").unwrap();
+    assert!(whole.memcpy_batch.is_some());
+    let symbols = asked.take();
+    for &(symbol, version) in &symbols {
+        if symbol == c"cuMemcpyBatchAsync" {
+            assert_eq!(version, 13_000);
+            assert!(all_but(symbol).unwrap().memcpy_batch.is_none());
+            continue;
+        }
+        assert_eq!(version, 12_000);
+        let Err(Error::Config { field, value, .. }) = all_but(symbol) else {
+            panic!("{symbol:?} is not needed");
+        };
+        assert_eq!(field, "driver");
+        assert!(symbol.to_str().is_ok_and(|name| value.ends_with(name)));
+    }
+    assert!(symbols.len() > 30);
 }
 
 #[test]
