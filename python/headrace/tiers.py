@@ -5,7 +5,9 @@ layer waits for its bytes is the gates' (`StepHandle`). Copies iterate over the 
 so that a plane cannot be forgotten.
 """
 
+import logging
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -20,6 +22,7 @@ from headrace.kv.state import StatePool
 from headrace.models.config import ModelConfig
 from headrace.models.hybrid_config import FULL_ATTENTION
 
+_LOG = logging.getLogger(__name__)
 _ALIGNMENT = 256  # of a plane in host memory, as of a pool
 # Stores of many requests may wait at once; each is a few hundred bytes.
 _MAX_JOBS = 65_536
@@ -107,6 +110,7 @@ class HostTier:
         # Pinning makes pages resident one by one; touching them before is several times faster.
         threads = min(_TOUCH_THREADS, os.cpu_count() or 1) if on_gpu else 0
         self._stream = stream
+        start = time.perf_counter()
         self.memory = HostMemory(sizes.nbytes, touch_threads=threads)
         self._used = 0
         kinds = [
@@ -138,6 +142,8 @@ class HostTier:
         if on_gpu:
             assert stream is not None, "the copies of a GPU are ordered against its forward"
             self.device = self._gpu(stream)
+            seconds = time.perf_counter() - start
+            _LOG.info("pinned %s bytes of host memory in %.2f s", f"{sizes.nbytes:,}", seconds)
         else:
             self.device = CpuDevice(link_bytes_per_s)
         self.queue = CopyQueue(

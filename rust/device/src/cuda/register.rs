@@ -49,6 +49,7 @@ impl Registration {
         memory: &HostMemory,
         piece_bytes: u64,
     ) -> Result<Self> {
+        memory.keep_from_children()?;
         let mut registration = Self {
             context: context.clone(),
             pieces: Vec::new(),
