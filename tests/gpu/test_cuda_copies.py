@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from headrace import SamplingParams
+from headrace import EngineConfig, SamplingParams
 from headrace._core import CopyPlanes, CopyQueue, CudaDevice, HostMemory, Region
 from headrace.backends.cuda import copy_gather
 from headrace.backends.cuda.copy_gather import copy_device
+from headrace.bench.loadback import bench_loadback, room
 from headrace.errors import ConfigError
 from headrace.kv.cache import KVCache, kv_layout
 from headrace.kv.formats import parse_kv_format
@@ -648,3 +649,20 @@ def test_many_requests_over_a_small_pool(plain):
         settle(llm)
         assert llm.engine.runner.replays > 0
         assert llm.stats()["copies"]["failures"] == 0
+
+
+@pytest.mark.parametrize("layout", ["paged", "slots"])
+@pytest.mark.parametrize("model", MODELS)
+def test_bench_loadback_finds_every_source_and_the_same_tokens(tiny, model, layout):
+    length, answer = 200, 4
+    options = {"model": str(tiny(model).path), "device": "cuda", "kv_layout": layout}
+    sizes = room(EngineConfig(host_bytes=1, **options), length, answer)
+    config = EngineConfig(**(options | sizes), skip_tokenizer=True)
+    report = bench_loadback(config, prompt_len=length, gen_len=answer, repeat=2, warmup=1)
+    assert report.parity
+    assert [row["reason"] for row in report.rows] == [None] * len(report.rows)
+    for row in report.rows:
+        assert row["link"].startswith("copy of 64 MiB from pinned memory")
+        # A device hit of a hybrid loads the state that belongs to it.
+        if row["source"] != "device":
+            assert (row["h2d_bytes"] > 0) == (row["source"] != "cold")

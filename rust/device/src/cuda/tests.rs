@@ -783,6 +783,25 @@ fn a_batch_says_where_its_sides_are() {
     assert_eq!(size_of::<CopyAttributes>(), 24);
 }
 
+#[test]
+fn lists_of_unequal_length_are_refused_before_any_driver_call() {
+    let rig = Rig::new(true);
+    let stream = rig.stream(Stream::Load);
+    let entered = rig.device.context.enter().unwrap();
+    for (host, device) in [(1, 2), (2, 1), (3, 3)] {
+        let (mut host, mut device) = (vec![0; host], vec![0; device]);
+        let refused = entered.copy_batch(stream, true, &mut host, &mut device, &mut [1, 1]);
+        assert!(matches!(
+            refused,
+            Err(Error::Device {
+                call: "cuMemcpyBatchAsync",
+                ..
+            })
+        ));
+    }
+    assert_eq!(rig.fake.take_calls(), []);
+}
+
 fn sample(run_bytes: u64, plain_ns: u64, batch_ns: Option<u64>, gather_ns: u64) -> Sample {
     Sample {
         run_bytes,
