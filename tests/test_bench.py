@@ -15,7 +15,7 @@ from headrace.bench.drive import Run, Step, drive, random_prompts
 from headrace.bench.env import machine
 from headrace.bench.floor import Floor
 from headrace.bench.latency import bench_latency
-from headrace.bench.loadback import bench_loadback, serve
+from headrace.bench.loadback import _overlap_by_steps, bench_loadback, serve
 from headrace.bench.loadback import room as loadback_room
 from headrace.bench.output import Report, emit
 from headrace.bench.stats import median, percentile, rate
@@ -453,6 +453,18 @@ def test_loadback_over_a_slow_link_waits_at_the_gates(tiny_qwen3):
     assert row["step_ms"] >= least
     assert row["gate_wait_ms"] > 0
     assert row["overlap"] == pytest.approx(1 - row["gate_wait_ms"] / row["load_ms"])
+
+
+def test_overlap_on_a_gpu_is_what_the_steps_do_not_take_longer():
+    def row(source, load_ms, step_ms):
+        return {"source": source, "load_ms": load_ms, "step_ms": step_ms, "overlap": 0.5}
+
+    rows = [row("cold", 0.0, 9.0), row("device", 0.0, 3.0), row("host", 4.0, 4.0)]
+    _overlap_by_steps(rows)
+    assert [one["overlap"] for one in rows] == [None, None, 0.75]
+    slots = [row("cold", 0.0, 9.0), row("host", 4.0, 4.0)]
+    _overlap_by_steps(slots)
+    assert [one["overlap"] for one in slots] == [None, None]
 
 
 def test_loadback_with_wrong_tokens_exits_with_1(tiny_qwen3, capsys, monkeypatch):

@@ -1,5 +1,6 @@
 """What the CUDA engine does before it meets a GPU: packing, cutting, refusing."""
 
+import ctypes
 import itertools
 import subprocess
 import sys
@@ -9,11 +10,12 @@ import pytest
 import torch
 
 from headrace import ConfigError, Engine, EngineConfig
-from headrace._core import SamplingSpec, build_plan
+from headrace._core import CudaDevice, SamplingSpec, build_plan
 from headrace.backends.cuda import gemm, many_rows
 from headrace.backends.cuda.loader import require_gpu
 from headrace.backends.cuda.memory import step_bytes
 from headrace.backends.cuda.step_arrays import StepArrays, StepShape, shape_of
+from headrace.backends.select import choose_device
 from headrace.layers import block_fp8
 from headrace.loading.build import load_model
 from headrace.loading.resolve import resolve_model
@@ -164,6 +166,31 @@ def test_without_a_gpu_the_error_says_what_is_missing(monkeypatch, device):
     with pytest.raises(ConfigError, match=f"device='{device}': no CUDA device"):
         Engine(EngineConfig(model="smollm2-135m", load_format="dummy", device=device))
     require_gpu.cache_clear()
+
+
+@pytest.mark.parametrize("handle", [0, 1, 2])
+def test_copies_on_a_default_stream_are_refused_before_the_driver_is_looked_for(handle):
+    with pytest.raises(ConfigError, match=f"stream = {handle}: the handle of a stream"):
+        CudaDevice(0, handle, b"", "copy_gather", owner=None)
+
+
+def test_copies_without_a_driver_say_what_is_missing():
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        with pytest.raises(ConfigError, match="NVIDIA driver"):
+            CudaDevice(0, 77, b"", "copy_gather", owner=None)
+    else:
+        pytest.skip("this machine has the driver")
+
+
+@pytest.mark.parametrize("name", ["copy_check", "link_bytes_per_s"])
+def test_what_only_copies_of_a_cpu_have_is_refused_on_a_gpu(monkeypatch, name):
+    monkeypatch.setattr("headrace.backends.select.require_gpu", lambda: None)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    options = {name: True if name == "copy_check" else 10**9}
+    with pytest.raises(ConfigError, match=name):
+        choose_device(EngineConfig(model="smollm2-135m", device="cuda", host_bytes=1, **options))
 
 
 def test_auto_is_the_cpu_without_a_gpu(monkeypatch, tiny_qwen3):

@@ -6,6 +6,7 @@ its machine integer an `OverflowError`. In a forked child every call raises `For
 """
 
 from collections.abc import Sequence
+from os import PathLike
 from typing import Any, Literal, TypeAlias, TypedDict, final, overload
 
 import numpy as np
@@ -19,6 +20,7 @@ __all__ = [
     "CopyQueue",
     "CopyTicket",
     "CpuDevice",
+    "CudaDevice",
     "HostMemory",
     "HostPages",
     "Lease",
@@ -668,6 +670,43 @@ class CpuDevice:
         """
 
 @final
+class CudaDevice:
+    """Copies between registered host memory and the GPU `ordinal`, on streams of its own.
+
+    stream_handle: of the stream the forward runs on, which `owner` keeps alive. cubin, symbol:
+    machine code of `copy_gather.cu` and its kernel. thresholds: least mean run lengths in bytes of
+    plain copies and of batches (None: never), measured in at most 200 ms if not given and not in
+    the folder `cache`, which remembers them by GPU and driver.
+
+    Raises `ConfigError` for a default stream, no NVIDIA driver or no such GPU, `DeviceError` for
+    what the driver refuses.
+    """
+
+    def __new__(
+        cls,
+        ordinal: int,
+        stream_handle: int,
+        cubin: bytes,
+        symbol: str,
+        *,
+        owner: object,
+        thresholds: tuple[int, int | None] | None = None,
+        cache: str | PathLike[str] | None = None,
+    ) -> CudaDevice: ...
+    def register(self, memory: HostMemory) -> None:
+        """Pin all of it for as long as the device, or a queue over it, lives.
+
+        `ConfigError` if the driver refuses; nothing is pinned then.
+        """
+
+    @property
+    def thresholds(self) -> tuple[int, int | None]:
+        """Those in use."""
+
+    def inject(self, stream: str, nth: int, what: str, *, seconds: float = 0.0) -> None:
+        """For tests, as `CpuDevice.inject`; "hang" is a `ConfigError`."""
+
+@final
 class CopyTicket:
     """A point of the forward behind which a store may start."""
 
@@ -682,12 +721,13 @@ class CopyQueue:
     deadline: seconds that a copy may take; waits at gates may take twice that.
     max_jobs: jobs that may live; `QueueFull` beyond it.
     max_outcomes: outcomes kept for `poll`; the oldest goes first.
-    copy_check: compare a checksum per piece, plane and layer of what is stored and later loaded.
+    copy_check: compare a checksum per piece, plane and layer of what is stored and later loaded;
+    `ConfigError` on a GPU.
     """
 
     def __new__(
         cls,
-        device: CpuDevice,
+        device: CpuDevice | CudaDevice,
         planes: CopyPlanes,
         *,
         deadline: float = 30.0,

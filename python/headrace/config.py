@@ -142,7 +142,9 @@ class EngineConfig:
     load_back_threshold: int = _option(1, "pages from which a host hit is loaded, not recomputed")
     low_step_ms: float = _option(100.0, "time a step may stream for low requests, with no high one")
     copy_timeout_s: float = _option(30.0, "seconds until a copy counts as stuck and fails")
-    copy_check: bool = _option(False, "compare checksums of pages that come back from the host")
+    copy_check: bool = _option(
+        False, "CPU only: compare checksums of pages that come back from the host"
+    )
     link_bytes_per_s: int = _option(0, "CPU only: imitate a host link of this rate; 0 is none")
     deterministic: str | bool = _option(
         "auto", "auto | on | off: tokens independent of the batch; auto is on for CUDA"

@@ -7,7 +7,9 @@ staging memory is written only after the last copy out of it has ended; a paddin
 slot -1 and length 0, and touches nothing. No locks: calls must not overlap.
 """
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,7 +43,12 @@ class CudaRunner(ModelRunner):
 
     max_rows: most decode rows of a step. max_context: most tokens of a row. graphs: capture a graph
     for every decode width, now.
+
+    Work goes to a stream of its own, `stream`, which copies to and from the pools are ordered
+    against; it is behind what the caller's stream was given, and the caller's stream behind it.
     """
+
+    stream: torch.cuda.Stream
 
     def __init__(
         self,
@@ -55,6 +62,7 @@ class CudaRunner(ModelRunner):
     ) -> None:
         super().__init__(model, kv, state)
         self._device = kv.device
+        self.stream = torch.cuda.Stream(kv.device)  # type: ignore[no-untyped-call]  # torch's
         self._widths = sorted({decode_width(rows) for rows in range(1, max_rows + 1)})
         widest = self._widths[-1]
         self._table_pages = -(-max_context // kv.page_tokens)
@@ -76,10 +84,13 @@ class CudaRunner(ModelRunner):
 
     def forward(self, plan: StepPlan, gates: Gates | None = None) -> torch.Tensor:
         """Compute all rows, writing their KV; return float32 logits `[samples, vocab]`."""
-        with torch.inference_mode(), torch.cuda.device(self._device):
+        with torch.inference_mode(), self._own_stream() as caller:
             if self._replay(plan, gates):
-                return self._sampled_logits(plan).clone()  # the next step writes there again
-            return self._eager(plan, gates)
+                logits = self._sampled_logits(plan).clone()  # the next step writes there again
+            else:
+                logits = self._eager(plan, gates)
+            logits.record_stream(caller)
+            return logits
 
     def execute(self, plan: StepPlan, gates: Gates | None = None) -> SampleResult:
         """Compute all rows and sample one token for each row that wants one.
@@ -89,7 +100,7 @@ class CudaRunner(ModelRunner):
         if not plan.num_rows:
             return SampleResult(token_ids=np.empty(0, np.int32))
         options = sampling_batch(plan.sampling)
-        with torch.inference_mode(), torch.cuda.device(self._device):
+        with torch.inference_mode(), self._own_stream():
             if self.timed:
                 self._events[0].record()
             if not self._replay(plan, gates):
@@ -103,6 +114,18 @@ class CudaRunner(ModelRunner):
                 self._events[1].synchronize()
                 self.device_s = self._events[0].elapsed_time(self._events[1]) * 1e-3
         return result
+
+    @contextlib.contextmanager
+    def _own_stream(self) -> Iterator[torch.cuda.Stream]:
+        """Enqueue on `stream`, after what the caller's stream has and before what it gets."""
+        with torch.cuda.device(self._device):
+            caller = torch.cuda.current_stream()
+            self.stream.wait_stream(caller)
+            try:
+                with torch.cuda.stream(self.stream):
+                    yield caller
+            finally:
+                caller.wait_stream(self.stream)
 
     def _replay(self, plan: StepPlan, gates: Gates | None) -> bool:
         """Run a step of decode rows alone by its graph, if there is one."""

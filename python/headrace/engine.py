@@ -34,7 +34,7 @@ from headrace.loading.build import LoadedModel, load_model
 from headrace.loading.resolve import resolve_model
 from headrace.models.decoder import DecoderModel
 from headrace.models.step import Gates
-from headrace.plan import workspace_bytes
+from headrace.plan import LINK_BYTES_PER_S, workspace_bytes
 from headrace.request import (
     BatchDecodeResult,
     BatchedRequest,
@@ -163,10 +163,10 @@ class Engine:
                 dtype=dtype,
                 device=self.device,
             )
+        self.runner = self._runner(loaded.model)
         self.tier = None if host is None else self._host_tier(host)
         self._memory = self._memory_config(layout, host, staging)
         self.slots = SlotAllocator(config.max_batch_size)
-        self.runner = self._runner(loaded.model)
         self.capabilities = Capabilities(
             supports_batch=config.max_batch_size > 1,
             max_batch_size=config.max_batch_size,
@@ -252,6 +252,12 @@ class Engine:
         )
 
     def _host_tier(self, sizes: HostSizes) -> HostTier:
+        stream = None
+        if self.device.type == "cuda":
+            from headrace.cuda_runner import CudaRunner
+
+            assert isinstance(self.runner, CudaRunner), "made for this device"
+            stream = self.runner.stream
         return HostTier(
             self.model_config,
             self.kv,
@@ -261,6 +267,7 @@ class Engine:
             timeout_s=self.config.copy_timeout_s,
             link_bytes_per_s=self.config.link_bytes_per_s or None,
             copy_check=self.config.copy_check,
+            stream=stream,
         )
 
     def _memory_config(
@@ -268,7 +275,8 @@ class Engine:
     ) -> MemoryConfig:
         config = self.config
         caches = self.paged or host is not None
-        link = config.link_bytes_per_s or _MEMCPY_BYTES_PER_S
+        unset = LINK_BYTES_PER_S if self.device.type == "cuda" else _MEMCPY_BYTES_PER_S
+        link = config.link_bytes_per_s or unset
         return MemoryConfig(
             page_size=config.page_size,
             num_pages=self.kv.pages if self.paged else None,
@@ -338,7 +346,11 @@ class Engine:
         """
         with self._forward_lock:
             self._check_open()
-            return self.runner.execute(plan, gates)
+            result = self.runner.execute(plan, gates)
+            if self.tier is not None and not len(plan.sample_index):
+                # No token was waited for, and the step's pages may be free after its commit.
+                self.tier.wait_for_forward()
+            return result
 
     def close(self) -> None:
         """Refuse further work and let the weights and pools go. Idempotent."""

@@ -92,6 +92,10 @@ class CopyError(HeadraceError, RuntimeError):
     settled: bool
 
 
+class DeviceError(HeadraceError, RuntimeError):
+    """The driver of a GPU refused a call. Names the call and what the driver said."""
+
+
 class ModelError(HeadraceError):
     """A model that cannot be loaded: unknown, damaged or not supported. Names the file or key."""
 

@@ -5,13 +5,16 @@ layer waits for its bytes is the gates' (`StepHandle`). Copies iterate over the 
 so that a plane cannot be forgotten.
 """
 
+import logging
+import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 
-from headrace._core import CopyPlanes, CopyQueue, CpuDevice, HostMemory, Region
+from headrace._core import CopyPlanes, CopyQueue, CpuDevice, CudaDevice, HostMemory, Region
 from headrace.errors import ConfigError
 from headrace.kv.cache import KVCache
 from headrace.kv.formats import KVLayout
@@ -19,9 +22,12 @@ from headrace.kv.state import StatePool
 from headrace.models.config import ModelConfig
 from headrace.models.hybrid_config import FULL_ATTENTION
 
+_LOG = logging.getLogger(__name__)
 _ALIGNMENT = 256  # of a plane in host memory, as of a pool
 # Stores of many requests may wait at once; each is a few hundred bytes.
 _MAX_JOBS = 65_536
+# First touch is bound by the kernel zeroing pages; more threads gain nothing (streaming.md).
+_TOUCH_THREADS = 16
 _Plane: TypeAlias = tuple[str, int, int, int, Region, Region]
 
 
@@ -73,13 +79,18 @@ def host_sizes(
 class HostTier:
     """Host memory of `sizes`, and a queue over the planes of an engine's pools.
 
-    link_bytes_per_s: rate of an imitated link, or None. copy_check: compare checksums of pages that
-    come back.
+    link_bytes_per_s: rate of an imitated link, or None; CPU only. copy_check: compare checksums of
+    pages that come back; CPU only. stream: that of the forward, where the pools are on a GPU; the
+    host memory is pinned then.
 
     Raises
     ------
     OutOfPages
         The machine has less memory than the tier needs.
+    ConfigError
+        `copy_check` on a GPU, or memory that cannot be pinned.
+    DeviceError
+        The driver of the GPU refuses something.
     """
 
     def __init__(
@@ -93,8 +104,14 @@ class HostTier:
         timeout_s: float,
         link_bytes_per_s: int | None,
         copy_check: bool = False,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
-        self.memory = HostMemory(sizes.nbytes)
+        on_gpu = kv.device.type == "cuda"
+        # Pinning makes pages resident one by one; touching them before is several times faster.
+        threads = min(_TOUCH_THREADS, os.cpu_count() or 1) if on_gpu else 0
+        self._stream = stream
+        start = time.perf_counter()
+        self.memory = HostMemory(sizes.nbytes, touch_threads=threads)
         self._used = 0
         kinds = [
             "kv" if config.layer_type(layer) == FULL_ATTENTION else "state"
@@ -121,7 +138,14 @@ class HostTier:
             snapshots=sizes.snapshots,
             state_planes=state_planes,
         )
-        self.device = CpuDevice(link_bytes_per_s)
+        self.device: CpuDevice | CudaDevice
+        if on_gpu:
+            assert stream is not None, "the copies of a GPU are ordered against its forward"
+            self.device = self._gpu(stream)
+            seconds = time.perf_counter() - start
+            _LOG.info("pinned %s bytes of host memory in %.2f s", f"{sizes.nbytes:,}", seconds)
+        else:
+            self.device = CpuDevice(link_bytes_per_s)
         self.queue = CopyQueue(
             self.device,
             self.planes,
@@ -130,9 +154,23 @@ class HostTier:
             copy_check=copy_check,
         )
 
+    def wait_for_forward(self) -> None:
+        """Return once everything that the forward has enqueued is over."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
     def close(self) -> None:
         """End all copies, then let the memory go."""
         self.queue.shutdown()
+
+    def _gpu(self, stream: torch.cuda.Stream) -> CudaDevice:
+        from headrace.backends.cuda.copy_gather import copy_device
+
+        # What was enqueued for the pools' memory before it was theirs must not run beside a copy.
+        torch.cuda.synchronize(stream.device)
+        device = copy_device(stream)
+        device.register(self.memory)
+        return device
 
     def _plane(self, name: str, tensor: torch.Tensor, units: int) -> _Plane:
         """A plane `[layers, pages or slots, ..., bytes]` and its part of the host memory."""
@@ -141,7 +179,8 @@ class HostTier:
         extent = 1 + sum(
             (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
         )
-        device = Region(tensor.data_ptr(), extent * tensor.itemsize, tensor)
+        cuda = tensor.device.index if tensor.device.type == "cuda" else None
+        device = Region(tensor.data_ptr(), extent * tensor.itemsize, tensor, cuda=cuda)
         nbytes = units * unit_bytes
         host = self.memory.region(self._used, nbytes)
         self._used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT

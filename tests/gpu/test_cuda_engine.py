@@ -351,7 +351,8 @@ def test_batch_api(tiny):
 @pytest.mark.parametrize(
     ("message", "options"),
     [
-        ("host_bytes", {"host_bytes": 1 << 30}),
+        ("copy_check", {"copy_check": True}),
+        ("link_bytes_per_s", {"link_bytes_per_s": 10**9}),
         ("cuda:99", {"device": "cuda:99"}),
         ("fp8_weights", {"model": "qwen3.5-27b-fp8", "load_format": "dummy", "dtype": "float32"}),
     ],

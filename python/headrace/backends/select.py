@@ -12,7 +12,8 @@ from headrace.errors import ConfigError
 def choose_device(config: EngineConfig) -> torch.device:
     """Return the device of an engine; "auto" is a GPU that can run the kernels, else the CPU.
 
-    Raises `ConfigError` for a GPU that is not there or cannot run them, or with a host tier.
+    Raises `ConfigError` for a GPU that is not there or cannot run them, or with an option that only
+    copies of a CPU have.
     """
     name = config.device
     device = torch.device("cpu")
@@ -27,11 +28,12 @@ def choose_device(config: EngineConfig) -> torch.device:
         count = torch.cuda.device_count()
         if device.index >= count:
             raise ConfigError(f"device={name!r}: accepted is cuda:0 to cuda:{count - 1}")
-        if config.host_bytes:
-            raise ConfigError(
-                f"host_bytes={config.host_bytes} with device {device}: the host tier copies on the "
-                "CPU only so far; accepted is 0"
-            )
+        cpu_only = {"copy_check": config.copy_check, "link_bytes_per_s": config.link_bytes_per_s}
+        for name, value in cpu_only.items():
+            if value:
+                raise ConfigError(
+                    f"{name}={value} with device {device}: the CPU alone does this; leave it out"
+                )
     return device
 
 

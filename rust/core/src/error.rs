@@ -118,6 +118,14 @@ pub enum Error {
     /// A copy failed or did not end in time. What it was to write is not valid.
     #[error("{0}")]
     Copy(Box<CopyFailure>),
+    /// The driver of a device refused a call.
+    #[error("{call}: {text}")]
+    Device {
+        /// Name of the call.
+        call: &'static str,
+        /// What the driver said.
+        text: String,
+    },
     /// Back-pressure: as many copy jobs live as may.
     #[error("copy queue is full: {live} jobs live, {asked} more asked for, max_jobs is {max_jobs}")]
     CopyQueueFull {

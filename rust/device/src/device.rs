@@ -183,6 +183,11 @@ pub trait Device: Send + Sync {
     /// Whether it can reach these planes. Fails with `Config`.
     fn check(&self, memory: &CopyMemory) -> Result<()>;
 
+    /// Whether it writes and compares the checksums of a `LayerCopy`.
+    fn checks_sums(&self) -> bool {
+        true
+    }
+
     /// Enqueues the copies of one layer of one job. The device keeps the `LayerCopy`, and with it
     /// the memory, until they are over.
     fn copy(&self, stream: Stream, how: Mechanism, batch: LayerCopy) -> Result<()>;

@@ -95,6 +95,21 @@ impl HostMemory {
         }
     }
 
+    /// Leaves it out of forked children, for which the system would copy pinned pages at once.
+    #[cfg(not(loom))]
+    pub(crate) fn keep_from_children(&self) -> Result<()> {
+        let Mapping { address, bytes } = *self.mapping;
+        #[expect(unsafe_code, reason = "madvise")]
+        // SAFETY: the mapping is ours and whole; this changes nothing in this process.
+        let failed = unsafe { libc::madvise(address, bytes, libc::MADV_DONTFORK) } != 0;
+        if failed {
+            let why = std::io::Error::last_os_error();
+            let expected = format!("memory that forked children can go without ({why})");
+            return Err(Error::config("host bytes", bytes, expected));
+        }
+        Ok(())
+    }
+
     /// Makes every page resident, with `threads` threads. Call before the memory is in use.
     pub fn touch(&self, threads: usize) {
         let page = usize::try_from(PLANE_ALIGN).unwrap_or(usize::MAX);
@@ -263,6 +278,31 @@ mod tests {
             .iter()
             .map(|page| u64::from(page & 1) * PLANE_ALIGN)
             .sum()
+    }
+
+    /// Whether a forked child gets the page at `address`.
+    #[expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+    fn is_inherited(address: u64) -> bool {
+        let maps = fs::read_to_string("/proc/self/smaps").unwrap();
+        let holds = |line: &str| {
+            let range = line.split(' ').next()?.split_once('-')?;
+            let [first, end] = [range.0, range.1].map(|at| u64::from_str_radix(at, 16));
+            Some((first.ok()?..end.ok()?).contains(&address))
+        };
+        let mut lines = maps.lines().skip_while(|line| holds(line) != Some(true));
+        let flags = lines
+            .find_map(|line| line.strip_prefix("VmFlags:"))
+            .unwrap();
+        !flags.split(' ').any(|flag| flag == "dc")
+    }
+
+    #[test]
+    fn forked_children_go_without_memory_that_is_to_be_pinned() {
+        let memory = HostMemory::new(3 * PLANE_ALIGN).unwrap();
+        let last = memory.region().address() + memory.bytes() - 1;
+        assert!(is_inherited(last));
+        memory.keep_from_children().unwrap();
+        assert!(!is_inherited(last));
     }
 
     #[test]

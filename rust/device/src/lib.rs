@@ -7,6 +7,8 @@
 
 mod clock;
 mod cpu;
+#[cfg(not(loom))]
+mod cuda;
 mod device;
 mod host;
 mod queue;
@@ -15,6 +17,8 @@ pub mod sim;
 
 pub use clock::{Deadline, monotonic_ns};
 pub use cpu::{CpuDevice, Injection};
+#[cfg(not(loom))]
+pub use cuda::{CudaConfig, CudaDevice};
 pub use device::{
     Device, Fault, LayerCopy, Progress, Stream, Sums, Ticket, Transfer, Waker, Word, word_reached,
 };

@@ -26,7 +26,7 @@ mod sim_tests;
 mod stats;
 mod step;
 #[cfg(all(test, not(loom)))]
-mod tests;
+pub(crate) mod tests;
 mod worker;
 
 use std::sync::Arc;
@@ -89,6 +89,10 @@ impl Shared {
         if config.deadline.is_zero() {
             return Err(Error::config("deadline", "0 s", "a time above zero"));
         }
+        if config.copy_check && !device.checks_sums() {
+            let expected = format!("off, as the {} device compares no checksums", device.name());
+            return Err(Error::config("copy_check", "on", expected));
+        }
         device.check(&memory)?;
         let layers = memory.planes().model_layers().len();
         Ok(Arc::new(Self {
@@ -110,7 +114,8 @@ pub struct CopyQueue {
 }
 
 impl CopyQueue {
-    /// Starts the worker. Fails with `Config` for a limit of zero or memory the device cannot reach.
+    /// Starts the worker. Fails with `Config` for a limit of zero, memory the device
+    /// cannot reach, or checksums it does not compare.
     pub fn new(
         device: Arc<dyn Device>,
         memory: Arc<CopyMemory>,

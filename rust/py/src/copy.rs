@@ -11,6 +11,7 @@ use parking_lot::Mutex;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+use crate::cuda::CudaDevice;
 use crate::door::{Door, Home, timeout as to_duration};
 use crate::error::{copy_error, invalid, to_py};
 use crate::exit;
@@ -46,29 +47,56 @@ impl CpuDevice {
         what: &str,
         seconds: f64,
     ) -> PyResult<()> {
-        let stream = match stream {
-            "load" => device::Stream::Load,
-            "window" => device::Stream::Window,
-            "store" => device::Stream::Store,
-            _ => {
-                let shown = format!("{stream:?}");
-                return Err(invalid(py, "stream", shown, "'load', 'window' or 'store'"));
-            }
-        };
-        let delay = to_duration(py, Some(seconds))?.unwrap_or(Duration::MAX);
-        let what = match what {
-            "fail" => device::Injection::Fail,
-            "hang" => device::Injection::Hang,
-            "delay" => device::Injection::Delay(delay),
-            _ => {
-                let shown = format!("{what:?}");
-                return Err(invalid(py, "what", shown, "'fail', 'hang' or 'delay'"));
-            }
-        };
+        let (stream, what) = injection(py, stream, what, seconds)?;
         py.enter(self.home, || {
             self.inner.inject(stream, nth, what);
             Ok(())
         })
+    }
+}
+
+/// The stream and the fault that a test names.
+pub(crate) fn injection(
+    py: Python<'_>,
+    stream: &str,
+    what: &str,
+    seconds: f64,
+) -> PyResult<(device::Stream, device::Injection)> {
+    let stream = match stream {
+        "load" => device::Stream::Load,
+        "window" => device::Stream::Window,
+        "store" => device::Stream::Store,
+        _ => {
+            let shown = format!("{stream:?}");
+            return Err(invalid(py, "stream", shown, "'load', 'window' or 'store'"));
+        }
+    };
+    let delay = to_duration(py, Some(seconds))?.unwrap_or(Duration::MAX);
+    let what = match what {
+        "fail" => device::Injection::Fail,
+        "hang" => device::Injection::Hang,
+        "delay" => device::Injection::Delay(delay),
+        _ => {
+            let shown = format!("{what:?}");
+            return Err(invalid(py, "what", shown, "'fail', 'hang' or 'delay'"));
+        }
+    };
+    Ok((stream, what))
+}
+
+/// A device of either class.
+#[derive(FromPyObject)]
+enum AnyDevice<'py> {
+    Cpu(PyRef<'py, CpuDevice>),
+    Cuda(PyRef<'py, CudaDevice>),
+}
+
+impl AnyDevice<'_> {
+    fn inner(&self) -> Arc<dyn Device> {
+        match self {
+            Self::Cpu(device) => device.inner.clone(),
+            Self::Cuda(device) => device.inner.clone(),
+        }
     }
 }
 
@@ -127,9 +155,10 @@ impl CopyQueue {
     #[new]
     #[pyo3(signature = (device, planes, *, deadline=30.0, max_jobs=1024, max_outcomes=16384,
         copy_check=false))]
+    #[expect(clippy::needless_pass_by_value, reason = "as Python gives it")]
     fn new(
         py: Python<'_>,
-        device: &CpuDevice,
+        device: AnyDevice<'_>,
         planes: &CopyPlanes,
         deadline: f64,
         max_jobs: usize,
@@ -157,7 +186,7 @@ impl CopyQueue {
             copy_check,
             on_done: Box::new(move |job, outcome| to.deliver(job, outcome)),
         };
-        let device: Arc<dyn Device> = device.inner.clone();
+        let device = device.inner();
         let memory = planes.inner.clone();
         let inner = Arc::new(py.enter(home, || Queue::new(device, memory, config))?);
         exit::watch_copies(&inner);

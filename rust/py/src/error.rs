@@ -18,6 +18,7 @@ pub(crate) fn to_py(py: Python<'_>, error: &Error) -> PyErr {
         Error::PageState { .. } | Error::HostPageState { .. } => "PageStateError",
         Error::QueueFull { .. } | Error::CopyQueueFull { .. } => "QueueFull",
         Error::Copy(_) => "CopyError",
+        Error::Device { .. } => "DeviceError",
         Error::StalePlan { .. } => "StalePlan",
         Error::Closed { .. } => "EngineClosed",
     };

@@ -5,6 +5,7 @@ use pyo3::prelude::*;
 mod bench;
 mod convert;
 mod copy;
+mod cuda;
 mod door;
 mod error;
 mod exit;
@@ -36,6 +37,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<region::HostMemory>()?;
     module.add_class::<region::CopyPlanes>()?;
     module.add_class::<copy::CpuDevice>()?;
+    module.add_class::<cuda::CudaDevice>()?;
     module.add_class::<copy::CopyQueue>()?;
     module.add_class::<copy::CopyTicket>()?;
     module.add_class::<copy::StepHandle>()?;

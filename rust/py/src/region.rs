@@ -54,7 +54,7 @@ impl Region {
 /// A budget of host memory, mapped at its exact size.
 #[pyclass(frozen, module = "headrace._core")]
 pub(crate) struct HostMemory {
-    inner: device::HostMemory,
+    pub(crate) inner: device::HostMemory,
 }
 
 #[pymethods]

@@ -104,9 +104,14 @@ def _loaded(variant: Variant, _device: int, cache: Path | None) -> KernelModule:
     return KernelModule(_cupy().RawModule(path=str(path)), symbols)
 
 
+def kernel_folder() -> Path:
+    """Return the folder for machine code, unless a caller has one of its own."""
+    return Path.home() / ".cache" / "headrace" / "kernels"
+
+
 def cached_cubin(variant: Variant, folder: Path | None = None) -> tuple[Path, dict[str, str]]:
     """Path of the machine code in the cache and symbols by name; needs no GPU. Raises as `load`."""
-    folder = folder or Path.home() / ".cache" / "headrace" / "kernels"
+    folder = folder or kernel_folder()
     source = read_source(variant.file)
     key = json.dumps([nvrtc_version(), variant.flags, variant.names, source]).encode()
     stem = f"{Path(variant.file).stem}-{hashlib.sha256(key).hexdigest()[:32]}"

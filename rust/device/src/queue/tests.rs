@@ -5,7 +5,7 @@
     reason = "a helper of a test fails by panicking, as a test does"
 )]
 
-mod world;
+pub(crate) mod world;
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};

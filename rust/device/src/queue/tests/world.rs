@@ -10,10 +10,10 @@ use headrace_core::{
 use crate::host::HostMemory;
 use crate::regions::{CopyMemory, Region};
 
-pub(super) const KV_LAYERS: u32 = 5;
-pub(super) const PAGES: u32 = 7;
-pub(super) const HOST_PAGES: u32 = 9;
-pub(super) const PAGE: u32 = 4;
+pub(crate) const KV_LAYERS: u32 = 5;
+pub(crate) const PAGES: u32 = 7;
+pub(crate) const HOST_PAGES: u32 = 9;
+pub(crate) const PAGE: u32 = 4;
 const SLOTS: u32 = 3;
 const SNAPSHOTS: u32 = 4;
 /// Bytes per token of the KV planes, per slot of the state planes (rows of HST-17).
@@ -21,12 +21,18 @@ const KV_BYTES: [u64; 3] = [196, 656, 6];
 const STATE_BYTES: [u64; 2] = [1000, 77];
 const POISON: u8 = 0xEE;
 
-pub(super) struct World {
-    pub(super) memory: Arc<CopyMemory>,
+pub(crate) struct World {
+    pub(crate) memory: Arc<CopyMemory>,
 }
 
 impl World {
-    pub(super) fn new() -> Self {
+    pub(crate) fn new() -> Self {
+        let region = |bytes| HostMemory::new(bytes).unwrap().region();
+        Self::with(region, region)
+    }
+
+    /// device, host: a region of a length.
+    pub(crate) fn with(device: impl FnMut(u64) -> Region, host: impl FnMut(u64) -> Region) -> Self {
         let kv = KvShape {
             layers: KV_LAYERS,
             pages: PAGES,
@@ -67,29 +73,29 @@ impl World {
             layers,
         );
         let planes = planes.unwrap();
-        let region = |bytes| HostMemory::new(bytes).unwrap().region();
         let extents: Vec<_> = (0..planes.len())
             .map(|plane| planes.extent(plane))
             .collect();
-        let device = extents.iter().map(|&(device, _)| region(device)).collect();
-        let host = extents.iter().map(|&(_, host)| region(host)).collect();
+        let (on_device, on_host): (Vec<_>, Vec<_>) = extents.into_iter().unzip();
+        let device = on_device.into_iter().map(device).collect();
+        let host = on_host.into_iter().map(host).collect();
         let memory = Arc::new(CopyMemory::new(planes, device, host).unwrap());
         Self { memory }
     }
 
-    pub(super) fn layers(&self) -> usize {
+    pub(crate) fn layers(&self) -> usize {
         self.memory.planes().model_layers().len()
     }
 
-    pub(super) fn fill_host(&self) {
+    pub(crate) fn fill_host(&self) {
         fill(self.memory.regions().1, 1);
     }
 
-    pub(super) fn fill_device(&self) {
+    pub(crate) fn fill_device(&self) {
         fill(self.memory.regions().0, 2);
     }
 
-    pub(super) fn poison_device(&self) {
+    pub(crate) fn poison_device(&self) {
         for region in self.memory.regions().0 {
             write(region, |_| POISON);
         }
@@ -144,11 +150,11 @@ impl World {
         }
     }
 
-    pub(super) fn check_layer(&self, layer: usize, kv: &[KvPiece], state: &[StatePiece]) {
+    pub(crate) fn check_layer(&self, layer: usize, kv: &[KvPiece], state: &[StatePiece]) {
         self.check(&self.places(layer, kv, state, None));
     }
 
-    pub(super) fn check_window(&self, layer: usize, kv: &[KvPiece], k0: u32, width: u32) {
+    pub(crate) fn check_window(&self, layer: usize, kv: &[KvPiece], k0: u32, width: u32) {
         if let LayerKind::Kv(index) = self.memory.planes().model_layers()[layer] {
             let buffer = u64::from((k0 + index) % width);
             self.check(&self.places(layer, kv, &[], Some(buffer)));
@@ -162,12 +168,12 @@ impl World {
             .collect()
     }
 
-    pub(super) fn bytes(&self, kv: &[KvPiece], state: &[StatePiece]) -> u64 {
+    pub(crate) fn bytes(&self, kv: &[KvPiece], state: &[StatePiece]) -> u64 {
         self.all_places(kv, state).len() as u64
     }
 
     /// The device bytes of pieces in all layers.
-    pub(super) fn snapshot(&self, kv: &[KvPiece], state: &[StatePiece]) -> Vec<u8> {
+    pub(crate) fn snapshot(&self, kv: &[KvPiece], state: &[StatePiece]) -> Vec<u8> {
         let device = all_bytes(self.memory.regions().0);
         let places = self.all_places(kv, state);
         places
@@ -179,7 +185,7 @@ impl World {
     /// Flips a bit of the first byte on the host that pieces have in a plane, in the last layer;
     /// the result flips it back.
     #[expect(unsafe_code, reason = "test memory")]
-    pub(super) fn corrupt_host(
+    pub(crate) fn corrupt_host(
         &self,
         plane: usize,
         kv: &[KvPiece],
@@ -200,7 +206,7 @@ impl World {
         flip
     }
 
-    pub(super) fn check_poisoned_but(&self, kv: &[KvPiece], state: &[StatePiece]) {
+    pub(crate) fn check_poisoned_but(&self, kv: &[KvPiece], state: &[StatePiece]) {
         let mut device = all_bytes(self.memory.regions().0);
         for (plane, at, _) in self.all_places(kv, state) {
             device[plane][at as usize] = POISON;

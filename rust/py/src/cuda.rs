@@ -1,0 +1,78 @@
+//! `CudaDevice` for Python.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use headrace_core as core;
+use headrace_device as device;
+use pyo3::prelude::*;
+
+use crate::copy::injection;
+use crate::door::{Door, Home};
+use crate::region::HostMemory;
+
+#[pyclass(frozen, module = "headrace._core")]
+pub(crate) struct CudaDevice {
+    pub(crate) inner: Arc<device::CudaDevice>,
+    home: Home,
+}
+
+#[pymethods]
+impl CudaDevice {
+    #[new]
+    #[pyo3(signature = (ordinal, stream_handle, cubin, symbol, *, owner, thresholds=None,
+        cache=None))]
+    #[expect(clippy::too_many_arguments, reason = "keywords, one per field")]
+    fn new(
+        py: Python<'_>,
+        ordinal: u32,
+        stream_handle: u64,
+        cubin: Vec<u8>,
+        symbol: String,
+        owner: Py<PyAny>,
+        thresholds: Option<(u64, Option<u64>)>,
+        cache: Option<PathBuf>,
+    ) -> PyResult<Self> {
+        let home = Home::here();
+        let thresholds = thresholds.map(|(plain_bytes, batch_bytes)| core::Thresholds {
+            plain_bytes,
+            batch_bytes,
+        });
+        let config = device::CudaConfig {
+            ordinal,
+            stream: stream_handle,
+            owner: Arc::new(owner),
+            code: cubin,
+            symbol,
+            thresholds,
+            cache,
+        };
+        let inner = py.enter(home, || device::CudaDevice::new(config))?;
+        let inner = Arc::new(inner);
+        Ok(Self { inner, home })
+    }
+
+    fn register(&self, py: Python<'_>, memory: &HostMemory) -> PyResult<()> {
+        py.enter(self.home, || self.inner.register(&memory.inner))
+    }
+
+    #[getter]
+    fn thresholds(&self) -> (u64, Option<u64>) {
+        let thresholds = device::Device::thresholds(&*self.inner);
+        (thresholds.plain_bytes, thresholds.batch_bytes)
+    }
+
+    /// For tests.
+    #[pyo3(signature = (stream, nth, what, *, seconds=0.0))]
+    fn inject(
+        &self,
+        py: Python<'_>,
+        stream: &str,
+        nth: u64,
+        what: &str,
+        seconds: f64,
+    ) -> PyResult<()> {
+        let (stream, what) = injection(py, stream, what, seconds)?;
+        py.enter(self.home, || self.inner.inject(stream, nth, what))
+    }
+}
