@@ -535,10 +535,10 @@ class Scheduler:
     def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
         """Step after the one in flight, before its tokens are known; None if it depends on more.
 
-        Only steady decode is planned ahead: as `next_plan` would plan it after the commit, but that
-        `token_sources` stands for the tokens, and that requests which the commit of `plan` ends have
-        a row that runs for nothing. Both must be given back, `plan` first. Raises `StalePlan` unless
-        `plan` is in flight alone.
+        Only steady decode is planned ahead: as `next_plan` would plan it after the commit, but
+        that `token_sources` stand for the tokens, and that requests which the commit of `plan` ends
+        have a row that runs for nothing. Both must be given back, `plan` first. Raises `StalePlan`
+        unless `plan` is in flight alone.
         """
 
     def commit(
@@ -549,7 +549,8 @@ class Scheduler:
         `stops[i]` ends row i for a stop string. A token outside the vocabulary (-1: logits not
         finite) ends its row with "error". Returns (id, reason) of the requests that ended, and
         per sampled row whether its token was accepted (not if its request ended before). Raises
-        `StalePlan` for any but the oldest step in flight, or `InvalidRequest` for a wrong length; nothing changes then.
+        `StalePlan` for any but the oldest step in flight, or `InvalidRequest` for a wrong length;
+        nothing changes then.
         """
 
     def fail(self, plan: StepPlan, message: str) -> list[int]:

@@ -55,6 +55,8 @@ enum Outcome {
 #[derive(Clone, Debug)]
 struct Reference {
     slots: u32,
+    /// Short prompts, long answers and few arrivals, so that most steps are of decode rows.
+    steady: bool,
     model: Model,
     /// Epoch and arguments of the latest commit or fail.
     epoch: Epoch,
@@ -116,8 +118,12 @@ fn flaws() -> impl Strategy<Value = Flaw> {
     ]
 }
 
-fn submits(max_context: usize) -> impl Strategy<Value = Op> {
-    let longest = max_context - 1;
+fn submits(max_context: usize, steady: bool) -> impl Strategy<Value = Op> {
+    let longest = if steady {
+        8.min(max_context - 1)
+    } else {
+        max_context - 1
+    };
     let lengths = prop_oneof![
         4 => 1..=8usize,
         3 => prop_oneof![Just(63usize), Just(64), Just(65), Just(128), Just(129)],
@@ -127,7 +133,12 @@ fn submits(max_context: usize) -> impl Strategy<Value = Op> {
     let prompt = lengths.prop_flat_map(move |length| {
         proptest::collection::vec(0..VOCAB, length.min(longest)..=length.min(longest))
     });
-    let sampling = (1..6u32, 0..6u32, proptest::collection::vec(0..VOCAB, 0..2));
+    let max_tokens = if steady { 1..20u32 } else { 1..6u32 };
+    let sampling = (
+        max_tokens,
+        0..6u32,
+        proptest::collection::vec(0..VOCAB, 0..2),
+    );
     let id = proptest::option::weighted(0.7, ids());
     let flaw = proptest::option::weighted(0.1, flaws());
     (id, prompt, sampling, any::<bool>(), flaw).prop_map(|(id, prompt, sampling, low, flaw)| {
@@ -181,10 +192,10 @@ impl ReferenceStateMachine for Reference {
             0..=15usize,
             max_context,
             policy,
-            1..=9u32,
+            (1..=9u32, any::<bool>()),
         )
             .prop_map(
-                |(blocks, max_waiting, spare_results, max_context, policy, slots)| {
+                |(blocks, max_waiting, spare_results, max_context, policy, (slots, steady))| {
                     let config = SchedulerConfig {
                         max_batch_tokens: blocks * CHUNK_ALIGN,
                         max_waiting,
@@ -196,6 +207,7 @@ impl ReferenceStateMachine for Reference {
                     };
                     Self {
                         slots,
+                        steady,
                         model: Model::new(config, slots as usize),
                         epoch: Epoch(0),
                         tokens: Vec::new(),
@@ -217,7 +229,7 @@ impl ReferenceStateMachine for Reference {
         let finish = prop_oneof![Just(FinishReason::Abort), Just(FinishReason::Error)];
         let epoch = state.model.epoch;
         prop_oneof![
-            120 => submits(state.model.config.max_context),
+            if state.steady { 20 } else { 120 } => submits(state.model.config.max_context, state.steady),
             120 => Just(Op::Plan),
             120 => Just(Op::PlanAhead(None)),
             6 => (epoch.saturating_sub(2)..epoch + 2).prop_map(|epoch| Op::PlanAhead(Some(epoch))),
