@@ -97,11 +97,20 @@ def test_steps_planned_ahead_of_their_tokens_change_no_token(seed, layout, hybri
         stops=0.03,
     ) as shadow:
         traffic = Traffic(seed, 220, families=3)
-        soak(shadow, traffic, 60, aborts=0.1, check_every=1)
+
+        def maybe_abort(_plan):
+            shadow.scheduler.check()
+            if shadow.live and rng.random() < 0.05:
+                shadow.abort(rng.choice(list(shadow.live)))
+
+        for _ in range(20):
+            for _ in range(rng.randint(1, shadow.slots + 1)):
+                shadow.submit(*traffic.request())
+            shadow.run(during=maybe_abort)
         shadow.drain()
         stats = shadow.stats()
         assert errors(shadow) == []
-    assert shadow.ahead_steps > 10, "hardly any step was planned ahead"
+    assert shadow.ahead_steps > 20, "hardly any step was planned ahead"
     assert stats["finished_stop"] > 0
     assert stats["finished_abort"] > 0
 

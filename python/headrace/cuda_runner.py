@@ -67,20 +67,22 @@ class _Launched:
     ) -> None:
         self.rows = rows
         self.feeds_next = runner.runs_ahead and result is None
-        self._runner, self._timed = runner, runner.timed
-        self._ticket: _Ticket | None = ticket
+        self._timed = runner.timed
+        # Let go at the end: the runner keeps the latest step, and must not keep itself.
+        self._open: tuple[CudaRunner, _Ticket] | None = (runner, ticket)
         self._result = result
 
     def wait(self) -> SampleResult:
         """Wait for the end of this step alone; return its tokens."""
-        if self._ticket is not None:
-            self._ticket.end.synchronize()
+        if self._open is not None:
+            runner, ticket = self._open
+            ticket.end.synchronize()
             if self._result is None:
-                self._result = SampleResult.of(self._ticket.tokens.numpy()[self.rows])
+                self._result = SampleResult.of(ticket.tokens.numpy()[self.rows])
             if self._timed:
-                self._runner.device_s = self._ticket.start.elapsed_time(self._ticket.end) * 1e-3
-            self._runner.give_back(self._ticket)
-            self._ticket = None
+                runner.device_s = ticket.start.elapsed_time(ticket.end) * 1e-3
+            runner.give_back(ticket)
+            self._open = None
         assert self._result is not None, "it has ended"
         return self._result
 
