@@ -4,15 +4,18 @@ The memory core (scheduler, pages, tree, host tier, copy queue) is the real one,
 numpy: it writes 8 bytes a token and layer, reads every position of every row through its block
 table behind the gates of its layer, and compares with the hash that must be there. Tokens computed
 by prefill and by decode hash differently, as their bits differ in a real model. What a step reads
-wrong becomes a wrong token. A run of thousands of requests takes seconds, so that random traces
-can be driven through every path.
+wrong becomes a wrong token. A row whose request is gone still writes, as it does on a device: what
+it writes is nobody's, so that it shows wherever it should not be. A run of thousands of requests
+takes seconds, so that random traces can be driven through every path.
 """
 
+import itertools
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from headrace._core import (
     CopyPlanes,
@@ -25,10 +28,11 @@ from headrace._core import (
     Scheduler,
     SlotAllocator,
 )
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, StalePlan
 from headrace.kv.tables import Window, entries_of, flat_pages
 
 VOCAB = 97
+_NOBODY = np.uint64(0xDEAD)
 PAGE = 64
 _RNG = np.random.default_rng(0)
 _TOKEN, _KIND = (_RNG.integers(1, 2**63, n, np.uint64) for n in (VOCAB, 2))
@@ -88,6 +92,8 @@ class Shadow:
 
     pages: None for fixed slots. strict: a wrong read is an error at once; without, it becomes a
     wrong token, for runs in which copies fail. settled: the copies of a step end before the next.
+    ahead: how often the next step is planned before the tokens of the last one are known; each
+    step then runs as late as it may. stops: how often a row is ended by what it says.
     """
 
     def __init__(
@@ -108,6 +114,8 @@ class Shadow:
         settled=False,
         link=None,
         timeout=30.0,
+        ahead=0.0,
+        stops=0.0,
         **memory,
     ):
         self.page_tokens = max_context if pages is None else PAGE
@@ -157,7 +165,11 @@ class Shadow:
         self.results = {}
         self.keep_results = True
         self.wrong_reads = 0
-        self.plan = None
+        self.ahead, self.stops = ahead, stops
+        self.random = random.Random(0)
+        self.ahead_steps = 0
+        self.flight = []  # (plan, gates), oldest first
+        self.latest = np.empty(0, np.int64)  # tokens of the latest step that ran
 
     def _planes(self, layers, host_pages, snapshots):
         kv_host, states = 8 * layers * host_pages * PAGE, []
@@ -196,21 +208,21 @@ class Shadow:
         return aborted
 
     def step(self, timeout=0.0, during=None):
-        """Plan, run and commit one step; returns the plan, None if there is nothing to run.
+        """Run and commit the step in flight, or a new one; returns its plan, None for no step.
 
         during: called between the forward and the commit.
         """
-        plan = self.scheduler.next_plan(timeout)
-        if plan is None:
+        if not self.flight and not self._launch(timeout):
             return None
-        gates = None
-        if self.queue is not None:
-            self.scheduler.start_stores(self.queue)
-            if plan.has_copies:
-                try:
-                    gates = self.scheduler.start_step(plan, self.queue)
-                except HeadraceError:
-                    assert not self.strict
+        if len(self.flight) == 1 and self.random.random() < self.ahead:
+            plan = self.scheduler.plan_ahead(self.flight[0][0])
+            if plan is not None:
+                assert not plan.has_copies
+                self._fly(plan, None)
+                self.ahead_steps += 1
+                if during is not None:
+                    during(plan)
+        plan, gates = self.flight[0]
         good = self._forward(plan, gates)
         if gates is not None:
             gates.release()
@@ -228,7 +240,14 @@ class Shadow:
                 tokens[i] = token if good[row] else (token + 1) % VOCAB
         if self.settled and self.queue is not None:
             self.queue.drain()
-        finished, accepted = self.scheduler.commit(plan, tokens)
+        self.latest = tokens.astype(np.int64)
+        stops = np.array([self.random.random() < self.stops for _ in samples], np.bool_)
+        for newer, _ in self.flight[1:]:
+            with pytest.raises(StalePlan):
+                self.scheduler.fail(newer, "too early")
+            assert self.scheduler.next_plan(0) is None
+        finished, accepted = self.scheduler.commit(plan, tokens, stops)
+        self.flight.pop(0)
         for i, row in enumerate(samples):
             if accepted[i] and rows[row] in self.live:
                 self.live[rows[row]].tokens.append(int(tokens[i]))
@@ -239,6 +258,31 @@ class Shadow:
             if self.settled:
                 self.queue.drain()
         return plan
+
+    def _launch(self, timeout):
+        plan = self.scheduler.next_plan(timeout)
+        if plan is None:
+            return False
+        gates = None
+        if self.queue is not None:
+            self.scheduler.start_stores(self.queue)
+            if plan.has_copies:
+                try:
+                    gates = self.scheduler.start_step(plan, self.queue)
+                except HeadraceError:
+                    assert not self.strict
+        self._fly(plan, gates)
+        return True
+
+    def _fly(self, plan, gates):
+        """Put a plan in flight; nobody may be given what the row of another writes."""
+        for other, _ in self.flight:
+            for one, two in ((plan, other), (other, plan)):
+                for row, written in _written(one):
+                    for stranger, table in _tables(two):
+                        if one.request_ids[row] != two.request_ids[stranger]:
+                            assert not written & table
+        self.flight.append((plan, gates))
 
     def run(self, limit=100_000, during=None):
         """Step until all requests have ended; returns the number of steps."""
@@ -252,6 +296,8 @@ class Shadow:
 
     def drain(self):
         """Wait for all copies and check that nothing is held by anyone but the tree."""
+        while self.flight:
+            self.step()
         if self.queue is not None:
             self.scheduler.start_stores(self.queue)
             self.queue.drain()
@@ -310,7 +356,11 @@ class Shadow:
             first, last = offsets[row : row + 2]
             end = start + last - first
             decode = row < plan.num_decode
+            sources = plan.token_sources[first:last]
             tokens = plan.token_ids[first:last]
+            if sources[0] >= 0:
+                assert tokens.tolist() == [0]
+                tokens = self.latest[sources]
             if live is not None:
                 # Prompt tokens are prefilled and generated ones decoded, whatever happened.
                 assert decode == (start >= len(live.prompt)), (request_id, start)
@@ -324,9 +374,14 @@ class Shadow:
             if gates is not None:
                 gates.before_layer(layer)
             for row, (live, start, end, span, table) in enumerate(rows):
-                if live is None:
-                    continue  # aborted between plan and forward: nobody asks for its tokens
                 slot = int(plan.slots[row])
+                if live is None:  # aborted, or ended by the step before: nobody asks for its tokens
+                    if kind == "state":
+                        self.state[0, slot, 0] = _NOBODY
+                    else:
+                        pages, at_token = plan.token_pages[span], plan.positions[span]
+                        self.kv[at, pages, at_token % self.page_tokens, 0] = _NOBODY
+                    continue
                 if kind == "state":
                     held = self.state[0, slot, 0]
                     good[row] &= self._right(start == 0 or held == live.upto(start)[-1], row, plan)
@@ -359,6 +414,18 @@ class Shadow:
             message = f"request {plan.request_ids[row]} read what is not its own"
             assert not self.strict, message
         return bool(right)
+
+
+def _written(plan):
+    """Pages that each row writes to."""
+    for row, (first, last) in enumerate(itertools.pairwise(plan.token_offsets.tolist())):
+        yield row, set(plan.token_pages[first:last].tolist())
+
+
+def _tables(plan):
+    """Block table of each row."""
+    for row, (first, last) in enumerate(itertools.pairwise(plan.table_offsets.tolist())):
+        yield row, set(plan.block_tables[first:last].tolist())
 
 
 def assert_conserved(stats):

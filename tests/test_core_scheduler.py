@@ -50,8 +50,7 @@ class Model:
     def __init__(self):
         self.live = {}  # id -> dict, in order of arrival
         self.results = {}
-        self.fenced = 0  # slots freed during the step in flight
-        self.rows = None  # ids and lengths of the step in flight
+        self.flight = []  # ids and lengths of the steps in flight, oldest first
 
     def running(self):
         return [r for r in self.live.values() if r["running"]]
@@ -70,17 +69,43 @@ class Model:
             r["running"] = True
             budget -= take
             rows.append((i, take, take == left))
-        self.rows = rows or None
+        self.flight = [rows] if rows else []
         return rows
+
+    def plan_ahead(self):
+        [before] = self.flight
+        running = self.running()
+        rows, seen = [], []
+        for i, _, samples in before:
+            request = self.live.get(i)
+            if not samples:
+                return []
+            if request is None or not request["running"]:
+                continue
+            if not request["tokens"]:
+                return []
+            seen.append(request)
+            if not self.is_full(request, 1):
+                rows.append((i, 1, True))
+        waits = len(running) < len(self.live)
+        if len(seen) < len(running) or (waits and not len(rows) == len(running) == SLOTS):
+            return []
+        if rows:
+            self.flight.append(rows)
+        return rows
+
+    @staticmethod
+    def is_full(request, more=0):
+        count = len(request["tokens"]) + more
+        return count >= request["max_tokens"] or request["prompt"] + count >= CONTEXT
 
     def end(self, i, reason):
         request = self.live.pop(i)
         self.results[i] = (reason, request["tokens"])
 
     def commit(self, tokens):
-        rows, self.rows = self.rows, None
         tokens = iter(tokens)
-        for i, take, samples in rows:
+        for i, take, samples in self.flight.pop(0):
             token = next(tokens) if samples else None
             request = self.live.get(i)
             # An id that was reused during the step is another request.
@@ -95,10 +120,7 @@ class Model:
             request["tokens"].append(token)
             if token == STOP:
                 self.end(i, "stop")
-            elif (
-                len(request["tokens"]) >= request["max_tokens"]
-                or request["prompt"] + len(request["tokens"]) >= CONTEXT
-            ):
+            elif self.is_full(request):
                 self.end(i, "length")
 
 
@@ -107,7 +129,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         super().__init__()
         self.real = make_scheduler(max_waiting=WAITING)
         self.model = Model()
-        self.plan = None
+        self.plans = []
 
     @rule(i=st.integers(0, 9), prompt=st.integers(1, CONTEXT + 2), max_tokens=st.integers(1, 9))
     def submit(self, i, prompt, max_tokens):
@@ -137,50 +159,80 @@ class SchedulerMachine(RuleBasedStateMachine):
         with pytest.raises(expected):
             call()
 
-    @precondition(lambda self: self.plan is None)
+    @precondition(lambda self: not self.plans)
     @rule()
     def next_plan(self):
         expected = self.model.plan()
-        self.plan = self.real.next_plan(0)
+        plan = self.real.next_plan(0)
         if not expected:
-            assert self.plan is None
+            assert plan is None
             return
-        lengths = np.diff(self.plan.token_offsets).tolist()
-        assert list(zip(self.plan.request_ids.tolist(), lengths, strict=True)) == [
-            (i, take) for i, take, _ in expected
-        ]
-        sampled = self.plan.request_ids[self.plan.sample_rows].tolist()
-        assert sampled == [i for i, _, samples in expected if samples]
-        ends = self.plan.starts + np.diff(self.plan.token_offsets)
-        for row in range(self.plan.num_decode, self.plan.num_rows):
-            request = self.model.live[int(self.plan.request_ids[row])]
+        self.compare(plan, expected)
+        assert (plan.token_sources == -1).all()
+        ends = plan.starts + np.diff(plan.token_offsets)
+        for row in range(plan.num_decode, plan.num_rows):
+            request = self.model.live[int(plan.request_ids[row])]
             assert ends[row] % 64 == 0 or ends[row] == request["prompt"]
 
-    @precondition(lambda self: self.plan is not None)
+    @precondition(lambda self: self.plans)
+    @rule()
+    def plan_ahead(self):
+        before = self.plans[0]
+        if len(self.plans) == 2:
+            for plan in self.plans:
+                with pytest.raises(StalePlan):
+                    self.real.plan_ahead(plan)
+            assert self.real.next_plan(0) is None
+            return
+        expected = self.model.plan_ahead()
+        plan = self.real.plan_ahead(before)
+        if not expected:
+            assert plan is None
+            return
+        self.compare(plan, expected)
+        assert plan.num_decode == plan.num_rows
+        sources = before.request_ids[before.sample_rows[plan.token_sources]]
+        assert sources.tolist() == plan.request_ids.tolist()
+        for i, start in zip(plan.request_ids.tolist(), plan.starts.tolist(), strict=True):
+            assert start == self.model.live[i]["computed"] + 1
+
+    def compare(self, plan, expected):
+        lengths = np.diff(plan.token_offsets).tolist()
+        assert list(zip(plan.request_ids.tolist(), lengths, strict=True)) == [
+            (i, take) for i, take, _ in expected
+        ]
+        sampled = plan.request_ids[plan.sample_rows].tolist()
+        assert sampled == [i for i, _, samples in expected if samples]
+        self.plans.append(plan)
+
+    @precondition(lambda self: self.plans)
     @rule(data=st.data())
     def commit(self, data):
-        count = len(self.plan.sample_rows)
+        plan, *newer = self.plans
+        count = len(plan.sample_rows)
         token = st.sampled_from([1, 2, STOP, -1])
         tokens = data.draw(st.lists(token, min_size=count, max_size=count))
         with pytest.raises(InvalidRequest):
-            self.real.commit(self.plan, np.zeros(count + 1, np.int32))
-        self.real.commit(self.plan, np.array(tokens, np.int32))
+            self.real.commit(plan, np.zeros(count + 1, np.int32))
+        for other in newer:
+            with pytest.raises(StalePlan):
+                self.real.commit(other, np.ones(len(other.sample_rows), np.int32))
+        self.real.commit(plan, np.array(tokens, np.int32))
         self.model.commit(tokens)
         with pytest.raises(StalePlan):
-            self.real.commit(self.plan, np.array(tokens, np.int32))
-        self.plan = None
+            self.real.commit(plan, np.array(tokens, np.int32))
+        self.plans.pop(0)
 
-    @precondition(lambda self: self.plan is not None)
+    @precondition(lambda self: self.plans)
     @rule()
     def forward_fails(self):
-        rows, self.model.rows = self.model.rows, None
-        failed = self.real.fail(self.plan, "boom")
+        rows = self.model.flight.pop(0)
+        failed = self.real.fail(self.plans.pop(0), "boom")
         expected = [i for i, _, _ in rows if i in self.model.live and self.model.live[i]["running"]]
         assert failed == expected
         for i in expected:
             self.model.end(i, "error")
             assert self.real.poll(i).result.message == "boom"
-        self.plan = None
 
     @rule(i=st.integers(0, 10))
     def abort(self, i):
@@ -226,8 +278,10 @@ def test_hundred_thousand_requests_from_eight_threads_each_end_once():
     def run_engine():
         while not stop.is_set():
             plan = scheduler.next_plan(0.05)
-            if plan is not None:
+            while plan is not None:
+                ahead = scheduler.plan_ahead(plan)
                 scheduler.commit(plan, np.ones(len(plan.sample_rows), np.int32))
+                plan = ahead
 
     def client(thread):
         rng = random.Random(thread)

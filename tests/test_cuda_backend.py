@@ -16,9 +16,11 @@ from headrace.backends.cuda.loader import require_gpu
 from headrace.backends.cuda.memory import step_bytes
 from headrace.backends.cuda.step_arrays import StepArrays, StepShape, shape_of
 from headrace.backends.select import choose_device
+from headrace.backends.torch_ops import TorchBackend
 from headrace.layers import block_fp8
 from headrace.loading.build import load_model
 from headrace.loading.resolve import resolve_model
+from headrace.models.batch import TokenFeed
 from headrace.models.known import KNOWN_CONFIGS
 
 SPEC = SamplingSpec()
@@ -47,6 +49,7 @@ def test_a_decode_plan_is_padded_to_the_width():
     assert device["token_offsets"] == [30, 0, 63, -1]
     assert device["state_slots"] == [7, 2, 5, -1]
     assert device["lengths"] == [31, 1, 64, 0]
+    assert device["token_sources"] == [-1] * 4
     assert [row[0] for row in device["tables"][:3]] == [7, 2, 5]
     assert device["stream_k0"] == [0]
     assert (host[-8:] == 0x55).all(), "nothing is written beyond the shape"
@@ -54,7 +57,13 @@ def test_a_decode_plan_is_padded_to_the_width():
     arrays.fill(decode_plan([(3, 1)]), 512)
     assert arrays.device["lengths"].tolist() == [2, 0, 0, 0]
     assert arrays.device["token_pages"].tolist() == [3, -1, -1, -1]
+    # A step that is fed by the one before it, but for one row.
+    ids, sources = np.array([0, 8]), np.array([3, -1])
+    arrays.fill(decode_plan([(3, 1), (4, 1)]), 512, token_ids=ids, sources=sources)
+    assert arrays.device["token_ids"].tolist() == [0, 8, 0, 0]
+    assert arrays.device["token_sources"].tolist() == [3, -1, -1, -1]
     arrays.pad()
+    assert arrays.device["token_sources"].tolist() == [-1] * 4
     assert arrays.device["token_pages"].tolist() == [-1] * 4
     assert arrays.device["state_slots"].tolist() == [-1] * 4
     assert not arrays.device["lengths"].any()
@@ -84,6 +93,19 @@ def test_fields_are_aligned_and_apart():
     for (start, nbytes), (following, _) in itertools.pairwise(spans):
         assert (start - base) % 16 == 0
         assert start + nbytes <= following
+
+
+def test_embed_reads_the_tokens_it_is_fed_with():
+    """What the kernel of this name does (`tests/gpu`)."""
+    backend = TorchBackend()
+    table = torch.randn(50, 8)
+    ids = torch.tensor([3, 0, 0, 9, 0])
+    sources = torch.tensor([-1, 2, 0, -1, 1], dtype=torch.int32)
+    feed = TokenFeed(sources, torch.tensor([7, -1, 49], dtype=torch.int32))
+    rows = backend.embed(ids, table, feed)
+    assert torch.equal(rows[:4], table[[3, 49, 7, 9]])
+    assert not rows[4].any()
+    assert torch.equal(backend.embed(ids, table), table[ids])
 
 
 @pytest.mark.parametrize("sizes", [many_rows.SIZES, (1024,), (256, 1024, 4096)])

@@ -53,6 +53,8 @@ def random_options(rng):
     if pages and host:
         options["preemption"] = rng.choice(("park", "recompute"))
     low = rng.choice((0.0, 0.5, 1.0)) if pages and host else 0.0
+    options["ahead"] = rng.choice((0.0, 0.5, 0.9, 1.0))
+    options["stops"] = rng.choice((0.0, 0.02, 0.1))
     return options, min(700, PAGE * (pages or 12) - 70), low
 
 
@@ -75,6 +77,42 @@ def test_every_request_of_a_random_trace_reads_its_own_kv(seed):
         soak(shadow, traffic, 40, aborts=(0, 0.1, 0.4)[seed % 3], check_every=1)
         shadow.drain()
         assert errors(shadow) == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("layout", ["paged", "slots"])
+@pytest.mark.parametrize("hybrid", [False, True], ids=["dense", "hybrid"])
+def test_steps_planned_ahead_of_their_tokens_change_no_token(seed, layout, hybrid):
+    """PAG-09: one and two steps of delay, ends nobody can foresee, pages tight, aborts between."""
+    rng = random.Random(seed)
+    with Shadow(
+        pages=rng.choice((5, 8, 12)) if layout == "paged" else None,
+        host_pages=rng.choice((0, 20)),
+        layers=2,
+        hybrid=hybrid,
+        slots=rng.choice((2, 4)),
+        admission_ratio=0.1,
+        preempt_every=rng.choice((0, 7)),
+        ahead=rng.choice((0.7, 1.0)),
+        stops=0.03,
+    ) as shadow:
+        traffic = Traffic(seed, 220, families=3)
+
+        def maybe_abort(_plan):
+            shadow.scheduler.check()
+            if shadow.live and rng.random() < 0.05:
+                shadow.abort(rng.choice(list(shadow.live)))
+
+        for _ in range(20):
+            for _ in range(rng.randint(1, shadow.slots + 1)):
+                shadow.submit(*traffic.request())
+            shadow.run(during=maybe_abort)
+        shadow.drain()
+        stats = shadow.stats()
+        assert errors(shadow) == []
+    assert shadow.ahead_steps > 20, "hardly any step was planned ahead"
+    assert stats["finished_stop"] > 0
+    assert stats["finished_abort"] > 0
 
 
 @pytest.mark.parametrize("hybrid", [False, True], ids=["dense", "hybrid"])

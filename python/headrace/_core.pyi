@@ -341,6 +341,13 @@ class StepPlan:
     def token_ids(self) -> NDArray[np.int64]:
         """`[tokens]`."""
     @property
+    def token_sources(self) -> NDArray[np.int64]:
+        """`[tokens]`: sampled row of the step before whose token is the input, or -1.
+
+        `token_ids` is 0 where one is named: in a plan of `Scheduler.plan_ahead` everywhere, in
+        others nowhere.
+        """
+    @property
     def positions(self) -> NDArray[np.int64]:
         """`[tokens]`."""
     @property
@@ -527,6 +534,15 @@ class Scheduler:
         `EngineClosed`.
         """
 
+    def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
+        """Step after the one in flight, before its tokens are known; None if it depends on more.
+
+        Only steady decode is planned ahead: as `next_plan` would plan it after the commit, but
+        that `token_sources` stand for the tokens, and that requests which the commit of `plan` ends
+        have a row that runs for nothing. Both must be given back, `plan` first. Raises `StalePlan`
+        unless `plan` is in flight alone.
+        """
+
     def commit(
         self, plan: StepPlan, tokens: NDArray[np.int32], stops: NDArray[np.bool_] | None = None
     ) -> tuple[list[tuple[int, _FinishReason]], NDArray[np.bool_]]:
@@ -534,12 +550,16 @@ class Scheduler:
 
         `stops[i]` ends row i for a stop string. A token outside the vocabulary (-1: logits not
         finite) ends its row with "error". Returns (id, reason) of the requests that ended, and
-        per sampled row whether its token was accepted (not if aborted meanwhile). Raises
-        `StalePlan`, or `InvalidRequest` for a wrong length; nothing changes then.
+        per sampled row whether its token was accepted (not if its request ended before). Raises
+        `StalePlan` for any but the oldest step in flight, or `InvalidRequest` for a wrong length;
+        nothing changes then.
         """
 
     def fail(self, plan: StepPlan, message: str) -> list[int]:
-        """End the rows of a step whose forward failed with "error"; all others go on."""
+        """End the rows of a step whose forward failed with "error"; all others go on.
+
+        A step planned ahead of it stays in flight. Raises `StalePlan` as `commit`.
+        """
 
     def abort(self, request_id: int) -> bool:
         """End a live request in whatever state; False if the id is not live."""

@@ -1,10 +1,14 @@
 """Runs step plans on a GPU: decode steps by replaying captured graphs, all others launch by launch.
 
 Owns the staging memory of the plans' arrays, one graph a decode width, and what the graphs write:
-logits and greedy tokens. A graph goes from the embedding to the token; its addresses are fixed, so
-what differs from step to step is data in the staging memory. Invariants: the host side of the
-staging memory is written only after the last copy out of it has ended; a padding row has page and
-slot -1 and length 0, and touches nothing. No locks: calls must not overlap.
+logits and tokens. A graph goes from the embedding to the token; its addresses are fixed, so
+what differs from step to step is data in the staging memory. A step that was planned ahead finds
+its input in the tokens that the step before has left on the device, so that it is queued while that
+one runs and the device goes from one to the other.
+
+Invariants: the host side of the staging memory is written only after the last copy out of it has
+ended; a padding row has page and slot -1 and length 0, and touches nothing; the tokens on the
+device are those of the step `_tokens_of`, if there is one. No locks: calls must not overlap.
 """
 
 import contextlib
@@ -14,18 +18,19 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from headrace._core import StepPlan, decode_width
 from headrace.backends.cuda.sample import Argmax
-from headrace.backends.cuda.step_arrays import StepArrays, StepShape, shape_of
+from headrace.backends.cuda.step_arrays import PADDING, StepArrays, StepShape, shape_of
 from headrace.kv.cache import KVCache
 from headrace.kv.state import StatePool
 from headrace.kv.tables import Window
-from headrace.models.batch import ForwardBatch, PrefillSegment
+from headrace.models.batch import ForwardBatch, PrefillSegment, TokenFeed
 from headrace.models.decoder import DecoderModel
 from headrace.models.step import Gates
-from headrace.runner import ModelRunner, sampling_batch
-from headrace.sampling import SampleResult, SamplingBatch, sample
+from headrace.runner import Finished, ModelRunner, Pending, sampling_batch
+from headrace.sampling import SampleResult, SamplingBatch, choose, sample
 
 _FIRST_STAGING_BYTES = 1 << 20  # it grows with the steps
 
@@ -36,6 +41,52 @@ class _Captured:
 
     graph: torch.cuda.CUDAGraph
     arrays: StepArrays
+
+
+class _Ticket:
+    """What brings the tokens of a step to the host, and tells that they are there.
+
+    start: recorded before a step that is timed.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.tokens = torch.zeros(rows, dtype=torch.int32, pin_memory=True)
+        self.start, self.end = _event(), _event()
+
+
+class _Launched:
+    """A step on the stream.
+
+    rows: place of each sampled row in the device's tokens. result: if it is known already.
+    """
+
+    def __init__(
+        self,
+        runner: "CudaRunner",
+        ticket: _Ticket,
+        rows: NDArray[np.int64],
+        result: SampleResult | None,
+    ) -> None:
+        self.rows = rows
+        self.feeds_next = runner.runs_ahead and result is None
+        self._timed = runner.timed
+        # Let go at the end: the runner keeps the latest step, and must not keep itself.
+        self._open: tuple[CudaRunner, _Ticket] | None = (runner, ticket)
+        self._result = result
+
+    def wait(self) -> SampleResult:
+        """Wait for the end of this step alone; return its tokens."""
+        if self._open is not None:
+            runner, ticket = self._open
+            ticket.end.synchronize()
+            if self._result is None:
+                self._result = SampleResult.of(ticket.tokens.numpy()[self.rows])
+            if self._timed:
+                runner.device_s = ticket.start.elapsed_time(ticket.end) * 1e-3
+            runner.give_back(ticket)
+            self._open = None
+        assert self._result is not None, "it has ended"
+        return self._result
 
 
 class CudaRunner(ModelRunner):
@@ -71,49 +122,76 @@ class CudaRunner(ModelRunner):
             self._graph_staging = _Staging(self._decode_shape(widest).nbytes, self._device)
             self._argmax = Argmax(widest, self._device)
             self._tokens = torch.zeros(widest, dtype=torch.int32, device=self._device)
-            self._tokens_host = torch.zeros(widest, dtype=torch.int32, pin_memory=True)
             self._logits = torch.zeros(
                 (widest, model.config.vocab_size), dtype=torch.float32, device=self._device
             )
-            self._events = (_event(), _event())
+            self._tokens_of: _Launched | None = None
+            # Two are in use where steps run ahead.
+            self._tickets = [_Ticket(widest), _Ticket(widest)]
             self._graphs: dict[int, _Captured] = {}
             if graphs:
                 with torch.inference_mode():
                     self._capture()
         self.replays = 0
+        self.runs_ahead = graphs
 
-    def forward(self, plan: StepPlan, gates: Gates | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        plan: StepPlan,
+        gates: Gates | None = None,
+        tokens: NDArray[np.int32] | None = None,
+    ) -> torch.Tensor:
         """Compute all rows, writing their KV; return float32 logits `[samples, vocab]`."""
+        token_ids = plan.token_ids if tokens is None else _filled_in(plan, tokens)
         with torch.inference_mode(), self._own_stream() as caller:
-            if self._replay(plan, gates):
+            if self._replay(plan, gates, token_ids):
                 logits = self._sampled_logits(plan).clone()  # the next step writes there again
             else:
-                logits = self._eager(plan, gates)
+                logits = self._eager(plan, gates, token_ids)
             logits.record_stream(caller)
             return logits
 
-    def execute(self, plan: StepPlan, gates: Gates | None = None) -> SampleResult:
-        """Compute all rows and sample one token for each row that wants one.
+    def launch(
+        self, plan: StepPlan, gates: Gates | None = None, previous: Pending | None = None
+    ) -> Pending:
+        """Queue a step on the current stream.
 
-        A greedy decode step brings its tokens to the host in one copy, and waits for nothing else.
+        A step whose tokens are made on the device brings them to the host in one copy, for which
+        `wait` waits and for nothing else; its place is taken by the next at once. Every other one
+        is over when this returns.
         """
         if not plan.num_rows:
-            return SampleResult(token_ids=np.empty(0, np.int32))
+            return Finished(SampleResult(token_ids=np.empty(0, np.int32)))
         options = sampling_batch(plan.sampling)
+        token_ids, sources = plan.token_ids, None
+        if previous is not None:
+            self.ahead_steps += 1
+            if previous is self._tokens_of:
+                sources = _rows_of(plan, self._tokens_of)
+            else:  # a step of somebody else has run in between
+                token_ids = _filled_in(plan, previous.wait().token_ids)
         with torch.inference_mode(), self._own_stream():
+            ticket = self._tickets.pop() if self._tickets else _Ticket(self._widths[-1])
             if self.timed:
-                self._events[0].record()
-            if not self._replay(plan, gates):
-                result = sample(self._eager(plan, gates), options)
-            elif _greedy(options):
-                result = self._greedy_tokens(plan)
-            else:
+                ticket.start.record()
+            result, rows = None, plan.sample_index
+            if not self._replay(plan, gates, token_ids, sources):
+                assert sources is None, "a plan made ahead is one of decode rows alone"
+                logits = self._eager(plan, gates, token_ids)
+                if _greedy(options) and len(rows) <= len(self._tokens):
+                    rows = np.arange(len(rows))
+                    self._argmax(logits, out=self._tokens[: len(rows)])
+                else:
+                    result = sample(logits, options)
+            elif not self._leave_tokens(plan, options):
                 result = sample(self._sampled_logits(plan), options)
-            if self.timed:
-                self._events[1].record()
-                self._events[1].synchronize()
-                self.device_s = self._events[0].elapsed_time(self._events[1]) * 1e-3
-        return result
+            if result is None:
+                used = 1 + int(rows.max(initial=-1))
+                ticket.tokens[:used].copy_(self._tokens[:used], non_blocking=True)
+            ticket.end.record()
+        launched = _Launched(self, ticket, rows, result)
+        self._tokens_of = launched if result is None else None
+        return launched
 
     @contextlib.contextmanager
     def _own_stream(self) -> Iterator[torch.cuda.Stream]:
@@ -127,16 +205,30 @@ class CudaRunner(ModelRunner):
             finally:
                 caller.wait_stream(self.stream)
 
-    def _replay(self, plan: StepPlan, gates: Gates | None) -> bool:
-        """Run a step of decode rows alone by its graph, if there is one."""
+    def give_back(self, ticket: _Ticket) -> None:
+        """Take a ticket back whose step has ended."""
+        self._tickets.append(ticket)
+
+    def _replay(
+        self,
+        plan: StepPlan,
+        gates: Gates | None,
+        token_ids: NDArray[np.int64],
+        sources: NDArray[np.int64] | None = None,
+    ) -> bool:
+        """Run a step of decode rows alone by its graph, if there is one.
+
+        sources: rows of the device's tokens that go before the token ids, -1 for none.
+        """
         if gates is not None or plan.num_decode != plan.num_rows or plan.snapshots:
             return False
         captured = self._graphs.get(plan.decode_width)
         if captured is None:
             return False
         self._graph_staging.wait()
-        captured.arrays.fill(plan, self.kv.page_tokens)
+        captured.arrays.fill(plan, self.kv.page_tokens, token_ids=token_ids, sources=sources)
         self._graph_staging.send(captured.arrays)
+        self._tokens_of = None  # until it is known whose they are
         captured.graph.replay()
         self.replays += 1
         return True
@@ -147,24 +239,25 @@ class CudaRunner(ModelRunner):
             return self._logits[:samples]
         return self._logits[torch.from_numpy(plan.sample_index).to(self._device)]
 
-    def _greedy_tokens(self, plan: StepPlan) -> SampleResult:
-        rows = plan.num_decode
-        self._tokens_host[:rows].copy_(self._tokens[:rows], non_blocking=True)
-        torch.cuda.current_stream().synchronize()
-        token_ids = self._tokens_host.numpy()[plan.sample_index]
-        return SampleResult(
-            token_ids=token_ids,
-            logprobs=[None] * len(token_ids),
-            bad_rows=tuple(np.flatnonzero(token_ids < 0).tolist()),
-        )
+    def _leave_tokens(self, plan: StepPlan, options: SamplingBatch) -> bool:
+        """Have the tokens of a replayed step in the device's tokens; false if more is asked for."""
+        if _greedy(options):
+            return True  # the graph put them there
+        samples = len(plan.sample_index)
+        if samples != plan.num_decode or bool((options.logprobs >= 0).any()):
+            return False
+        self._tokens[:samples].copy_(choose(self._logits[:samples], options))
+        return True
 
-    def _eager(self, plan: StepPlan, gates: Gates | None) -> torch.Tensor:
+    def _eager(
+        self, plan: StepPlan, gates: Gates | None, token_ids: NDArray[np.int64]
+    ) -> torch.Tensor:
         shape = shape_of(plan)
         self._staging.wait()
         if shape.nbytes > self._staging.nbytes:
             self._staging = _Staging(2 * shape.nbytes, self._device)
         arrays = self._staging.arrays(shape)
-        arrays.fill(plan, self.kv.page_tokens)
+        arrays.fill(plan, self.kv.page_tokens, token_ids=token_ids)
         self._staging.send(arrays)
         logits = self.model.forward(self._batch(plan, arrays), self.kv, self.state, gates)
         for slot, staging in plan.snapshots:
@@ -198,6 +291,7 @@ class CudaRunner(ModelRunner):
         arrays: StepArrays,
         segments: list[PrefillSegment],
         sample_index: torch.Tensor | None,
+        feed: TokenFeed | None = None,
     ) -> ForwardBatch:
         device = arrays.device
         return ForwardBatch(
@@ -212,6 +306,7 @@ class CudaRunner(ModelRunner):
             segments=segments,
             sample_index=sample_index,
             window=Window(device["stream_k0"], self.kv.width),
+            feed=feed,
         )
 
     def _capture(self) -> None:
@@ -222,7 +317,8 @@ class CudaRunner(ModelRunner):
             self._graph_staging.wait()
             arrays.pad()
             self._graph_staging.send(arrays)
-            batch = self._forward_batch(arrays, [], None)
+            feed = TokenFeed(arrays.device["token_sources"], self._tokens)
+            batch = self._forward_batch(arrays, [], None, feed)
             self._decode(batch, width)  # loads kernels, which a capture does not allow
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
@@ -234,7 +330,7 @@ class CudaRunner(ModelRunner):
         return StepShape(tokens=width, decode_rows=width, table_pages=self._table_pages)
 
     def _decode(self, batch: ForwardBatch, width: int) -> None:
-        """From the embedding to the greedy token."""
+        """From the embedding to the greedy token, which takes the place of what it was fed."""
         logits = self.model.forward(batch, self.kv, self.state)
         self._argmax(logits, out=self._tokens[:width])
         self._logits[:width].copy_(logits)
@@ -242,6 +338,18 @@ class CudaRunner(ModelRunner):
 
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
+
+
+def _filled_in(plan: StepPlan, tokens: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Token ids of a plan that was made ahead of the `tokens` of the step before."""
+    named = plan.token_sources
+    return np.where(named >= 0, tokens[named], plan.token_ids)
+
+
+def _rows_of(plan: StepPlan, previous: _Launched) -> NDArray[np.int64]:
+    """Rows of the device's tokens that a plan made ahead of `previous` takes; -1 for none."""
+    named = plan.token_sources
+    return np.where(named >= 0, previous.rows[named], PADDING)
 
 
 def _greedy(options: SamplingBatch) -> bool:

@@ -44,7 +44,7 @@ from headrace.request import (
     check_request_id,
     check_token_ids,
 )
-from headrace.runner import ModelRunner, sampling_batch
+from headrace.runner import ModelRunner, Pending, sampling_batch
 from headrace.sampling import SampleResult, sample
 from headrace.text.tokenizer import Tokenizer
 from headrace.tiers import HostSizes, HostTier, host_sizes
@@ -346,11 +346,16 @@ class Engine:
         """
         with self._forward_lock:
             self._check_open()
-            result = self.runner.execute(plan, gates)
-            if self.tier is not None and not len(plan.sample_index):
-                # No token was waited for, and the step's pages may be free after its commit.
-                self.tier.wait_for_forward()
-            return result
+            return self.runner.execute(plan, gates)
+
+    def launch(self, plan: StepPlan, previous: Pending | None = None) -> Pending:
+        """Start a plan that came without copies; its tokens are waited for by what is returned.
+
+        previous: the step before, for a plan that was made ahead of its tokens.
+        """
+        with self._forward_lock:
+            self._check_open()
+            return self.runner.launch(plan, previous=previous)
 
     def close(self) -> None:
         """Refuse further work and let the weights and pools go. Idempotent."""

@@ -1,47 +1,85 @@
 """Runs step plans: one forward for all rows, then one sampled token per row that wants one.
 
 Owns nothing but references to the model, the KV cache and, for hybrid models, the state pool. It
-decides nothing: whatever a step does is in its plan.
+decides nothing: whatever a step does is in its plan. A step is launched, and its tokens are waited
+for; one that was planned ahead is launched in between, and takes its input from the step before.
 """
 
 import itertools
+from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from headrace._core import SamplingRows, StepPlan
 from headrace.kv.cache import KVCache
 from headrace.kv.state import StatePool
 from headrace.kv.tables import Window
-from headrace.models.batch import ForwardBatch, PrefillSegment
+from headrace.models.batch import ForwardBatch, PrefillSegment, TokenFeed
 from headrace.models.decoder import DecoderModel
 from headrace.models.step import Gates
 from headrace.sampling import SampleResult, SamplingBatch, sample
+
+
+class Pending(Protocol):
+    """A step that was launched.
+
+    feeds_next: whether a step planned ahead of its tokens may be launched now.
+    """
+
+    feeds_next: bool
+
+    def wait(self) -> SampleResult:
+        """Return its tokens once they are there. Raises what the device raises; may be repeated."""
+        ...
+
+
+class Finished:
+    """A step that has ended already."""
+
+    def __init__(self, result: SampleResult, *, feeds_next: bool = False) -> None:
+        self.feeds_next = feeds_next
+        self._result = result
+
+    def wait(self) -> SampleResult:
+        """Return its tokens."""
+        return self._result
 
 
 class ModelRunner:
     """Executes plans on one model and one KV cache. Calls must not overlap.
 
     timed: whether `device_s` is measured. device_s: seconds the device took for the last plan that
-    was executed, None where nobody measures that. replays: steps that were replays of a graph.
+    was waited for, None where nobody measures that. replays: steps that were replays of a graph.
+    runs_ahead: whether it gains by a plan that was made ahead of its input tokens; a CPU, where a
+    launch is the whole step, does not. ahead_steps: steps that were launched so.
     """
 
     timed = False
     device_s: float | None = None
     replays = 0
+    runs_ahead = False
+    ahead_steps = 0
 
     def __init__(self, model: DecoderModel, kv: KVCache, state: StatePool | None = None) -> None:
         self.model = model
         self.kv = kv
         self.state = state
 
-    def forward(self, plan: StepPlan, gates: Gates | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        plan: StepPlan,
+        gates: Gates | None = None,
+        tokens: NDArray[np.int32] | None = None,
+    ) -> torch.Tensor:
         """Compute all rows, writing their KV; return float32 logits `[samples, vocab]`.
 
-        gates: of the copies the plan came with.
+        gates: of the copies the plan came with. tokens: of the step before, for the rows of a plan
+        that was made ahead.
         """
         with torch.inference_mode():
-            batch = forward_batch(plan, self.kv)
+            batch = forward_batch(plan, self.kv, tokens)
             logits = self.model.forward(batch, self.kv, self.state, gates)
             for slot, staging in plan.snapshots:
                 assert self.state is not None, "only hybrid models have snapshots"
@@ -50,15 +88,34 @@ class ModelRunner:
 
     def execute(self, plan: StepPlan, gates: Gates | None = None) -> SampleResult:
         """Compute all rows and sample one token for each row that wants one."""
+        return self.launch(plan, gates).wait()
+
+    def launch(
+        self, plan: StepPlan, gates: Gates | None = None, previous: Pending | None = None
+    ) -> Pending:
+        """Start what `execute` does.
+
+        previous: the step before, for a plan that was made ahead of its tokens.
+        """
         if not plan.num_rows:  # a step of copies alone
-            return SampleResult(token_ids=np.empty(0, np.int32))
-        logits = self.forward(plan, gates)
+            return Finished(SampleResult(token_ids=np.empty(0, np.int32)))
+        if previous is None:
+            logits = self.forward(plan, gates)
+        else:
+            logits = self.forward(plan, gates, previous.wait().token_ids)
+            self.ahead_steps += 1
         with torch.inference_mode():
-            return sample(logits, sampling_batch(plan.sampling))
+            result = sample(logits, sampling_batch(plan.sampling))
+        return Finished(result, feeds_next=self.runs_ahead)
 
 
-def forward_batch(plan: StepPlan, kv: KVCache) -> ForwardBatch:
-    """Turn a plan into the model's input; the arrays are shared on a CPU, copied to a GPU."""
+def forward_batch(
+    plan: StepPlan, kv: KVCache, tokens: NDArray[np.int32] | None = None
+) -> ForwardBatch:
+    """Turn a plan into the model's input; the arrays are shared on a CPU, copied to a GPU.
+
+    tokens: of the step before, for a plan that was made ahead of them.
+    """
     num_decode, device = plan.num_decode, kv.device
     starts = plan.starts.tolist()
     slots = plan.slots.tolist()
@@ -88,6 +145,12 @@ def forward_batch(plan: StepPlan, kv: KVCache) -> ForwardBatch:
         ],
         sample_index=torch.from_numpy(plan.sample_index).to(device),
         window=Window(plan.stream_k0, kv.width),
+        feed=None
+        if tokens is None
+        else TokenFeed(
+            torch.from_numpy(plan.token_sources.astype(np.int32)).to(device),
+            torch.from_numpy(tokens).to(device),
+        ),
     )
 
 

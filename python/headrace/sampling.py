@@ -177,6 +177,12 @@ class SampleResult:
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     bad_rows: tuple[int, ...] = ()
 
+    @classmethod
+    def of(cls, token_ids: NDArray[np.int32]) -> Self:
+        """Tokens of rows that asked for no log-probabilities."""
+        bad_rows = tuple(np.flatnonzero(token_ids < 0).tolist())
+        return cls(token_ids=token_ids, logprobs=[None] * len(token_ids), bad_rows=bad_rows)
+
 
 def sample(logits: Tensor, batch: SamplingBatch) -> SampleResult:
     """Choose a token for every row; a batch that is greedy throughout costs one argmax.
@@ -195,28 +201,31 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SampleResult:
     `uniform`. `top_k` keeps exactly k tokens, `top_p` at least one. Log-probabilities are of the
     logits as given, before any option.
     """
+    token_ids = choose(logits, batch).cpu().numpy()
+    reported = np.flatnonzero((batch.logprobs >= 0) & (token_ids >= 0))
+    result = SampleResult.of(token_ids)
+    for part in _passes(reported):
+        for row, entry in zip(part, _logprobs(logits, batch, part, token_ids), strict=True):
+            result.logprobs[row] = entry
+    return result
+
+
+def choose(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """Return the tokens that `sample` chooses, int32 [S] on the device of the logits."""
     rows, vocab = logits.shape
     assert logits.dtype == torch.float32, "logits are float32"
     assert rows == len(batch), "one row of logits per row of options"
     assert vocab <= MAX_VOCAB, "more tokens than a fixed-point sum has room for"
     special = batch.random_rows | batch.edited_rows
     if not special.any():
-        chosen = _argmax(logits)
-    else:
-        chosen = torch.empty(rows, dtype=torch.int64, device=logits.device)
-        plain = _index(np.flatnonzero(~special), logits)
-        if len(plain):
-            chosen[plain] = _argmax(logits[plain])
-        for part in _passes(np.flatnonzero(special)):
-            chosen[_index(part, logits)] = _choose(logits, batch, part)
-    token_ids = chosen.to(torch.int32).cpu().numpy()
-    bad_rows = tuple(int(row) for row in np.flatnonzero(token_ids < 0))
-    reported = np.flatnonzero((batch.logprobs >= 0) & (token_ids >= 0))
-    logprobs: list[TokenLogprobs | None] = [None] * rows
-    for part in _passes(reported):
-        for row, entry in zip(part, _logprobs(logits, batch, part, token_ids), strict=True):
-            logprobs[row] = entry
-    return SampleResult(token_ids=token_ids, logprobs=logprobs, bad_rows=bad_rows)
+        return _argmax(logits).to(torch.int32)
+    chosen = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    plain = _index(np.flatnonzero(~special), logits)
+    if len(plain):
+        chosen[plain] = _argmax(logits[plain])
+    for part in _passes(np.flatnonzero(special)):
+        chosen[_index(part, logits)] = _choose(logits, batch, part)
+    return chosen.to(torch.int32)
 
 
 def _passes(rows: NDArray[np.intp]) -> Iterator[NDArray[np.intp]]:

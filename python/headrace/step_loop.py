@@ -1,5 +1,7 @@
 """The engine thread: asks the scheduler for a plan, runs it, commits the tokens.
 
+While a decode step runs, the next one is planned and queued already (`pipeline`).
+
 Owns the thread and, per live request, what Python knows of it (`_Live`): options, text so far,
 log-probabilities, and the future its caller waits on. Whoever removes a request from the table
 resolves its future, so each is resolved exactly once. `_lock` guards the table only; it is never
@@ -17,10 +19,11 @@ from typing import TypeAlias
 
 import numpy as np
 
-from headrace._core import RequestResult, Scheduler, StepPlan
+from headrace._core import RequestResult, StepPlan
 from headrace.config import checks_enabled
 from headrace.engine import Engine
 from headrace.errors import EngineClosed, HeadraceError, InvalidRequest, UnknownRequest
+from headrace.pipeline import Ended, Pipeline
 from headrace.request import (
     CachedTokens,
     FinishReason,
@@ -112,6 +115,7 @@ class StepLoop:
         self._lock = threading.RLock()
         self._live: dict[int, _Live] = {}
         self._check = checks_enabled()
+        self._pipeline = Pipeline(engine, self.scheduler)
         self._thread = threading.Thread(target=self._run, name="headrace-engine", daemon=True)
         self._thread.start()
 
@@ -194,40 +198,38 @@ class StepLoop:
         )
 
     def _run(self) -> None:
-        plan = None
         try:
             while True:
                 plan = self.scheduler.next_plan()
                 if plan is not None:
-                    self._step(plan)
+                    for ended in self._pipeline.run(plan):
+                        self._step(ended)
         except EngineClosed:
             pass
         except BaseException as error:
             _LOG.exception("the engine thread died")
             reason = f"the engine thread died: {error!r}"
-            if plan is not None:
+            for plan in self._pipeline.in_flight:
                 with contextlib.suppress(HeadraceError):  # it may have been committed
                     self.scheduler.fail(plan, reason)  # frees the slots of the step
             self.scheduler.close(reason, error=True)
         self._finish_all()
 
-    def _step(self, plan: StepPlan) -> None:
-        rows = plan.request_ids[plan.sample_rows].tolist()
-        with self._lock:
-            live = [self._live.get(request_id) for request_id in rows]
-        try:
-            sampled = self._execute(plan)
-        except Exception as error:
+    def _step(self, ended: Ended) -> None:
+        """Commit or fail a step. A row that ran for nothing finds its request gone."""
+        plan = ended.plan
+        if ended.result is None:
             # Fails the rows of this step alone. The message goes to their callers, the traceback
             # to the log.
-            _LOG.warning("a forward failed", exc_info=True)
+            error = ended.error
+            _LOG.warning("a forward failed", exc_info=error)
             for request_id in self.scheduler.fail(plan, f"{type(error).__name__}: {error}"):
                 self._finish(request_id)
             return
-        self._commit(plan, live, sampled)
-
-    def _execute(self, plan: StepPlan) -> SampleResult:
-        return execute_plan(self.engine, self.scheduler, plan)
+        rows = plan.request_ids[plan.sample_rows].tolist()
+        with self._lock:
+            live = [self._live.get(request_id) for request_id in rows]
+        self._commit(plan, live, ended.result)
 
     def _commit(self, plan: StepPlan, live: list[_Live | None], sampled: SampleResult) -> None:
         tokens = sampled.token_ids
@@ -291,33 +293,6 @@ class StepLoop:
             live.future.set_result(output)
             if live.stream is not None:
                 live.stream.put(None)
-
-
-def execute_plan(engine: Engine, scheduler: Scheduler, plan: StepPlan) -> SampleResult:
-    """Run a plan with the copies that belong to it.
-
-    scheduler: the one that made the plan, connected to the engine's copy queue if it has one.
-    Raises what the forward raises; copies that are refused count as failed and raise nothing.
-    """
-    if engine.tier is None:
-        return engine.execute(plan)
-    copies = engine.tier.queue
-    # What a preemption parks must be under way before its pages are wanted.
-    scheduler.start_stores(copies)
-    gates = None
-    if plan.has_copies:
-        try:
-            gates = scheduler.start_step(plan, copies)
-        except HeadraceError:
-            # The rows that needed them are told at the commit, and start again.
-            _LOG.warning("the copies of a step were refused", exc_info=True)
-    try:
-        return engine.execute(plan, gates)
-    finally:
-        # Also when the forward failed: the queue must not wait for layers that never come.
-        if gates is not None:
-            gates.release()
-            gates.finish()
 
 
 def _output(live: _Live, result: RequestResult, tokenizer: Tokenizer | None) -> RequestOutput:

@@ -109,7 +109,6 @@ class HostTier:
         on_gpu = kv.device.type == "cuda"
         # Pinning makes pages resident one by one; touching them before is several times faster.
         threads = min(_TOUCH_THREADS, os.cpu_count() or 1) if on_gpu else 0
-        self._stream = stream
         start = time.perf_counter()
         self.memory = HostMemory(sizes.nbytes, touch_threads=threads)
         self._used = 0
@@ -153,11 +152,6 @@ class HostTier:
             max_jobs=_MAX_JOBS,
             copy_check=copy_check,
         )
-
-    def wait_for_forward(self) -> None:
-        """Return once everything that the forward has enqueued is over."""
-        if self._stream is not None:
-            self._stream.synchronize()
 
     def close(self) -> None:
         """End all copies, then let the memory go."""

@@ -17,7 +17,7 @@ from headrace.layers.rope import RotaryEmbedding
 
 if TYPE_CHECKING:
     from headrace.layers.norm import Norm
-    from headrace.models.batch import ForwardBatch
+    from headrace.models.batch import ForwardBatch, TokenFeed
     from headrace.models.config import ModelConfig
 
 # Prefill attention works on tiles of query rows aligned at absolute multiples of this number, so
@@ -67,8 +67,13 @@ class Backend(Protocol):
         """
         ...
 
-    def embed(self, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """Rows `ids [T]` int64 of `table [vocab, hidden]`."""
+    def embed(
+        self, ids: torch.Tensor, table: torch.Tensor, feed: "TokenFeed | None" = None
+    ) -> torch.Tensor:
+        """Rows `ids [T]` int64 of `table [vocab, hidden]`; a feed replaces ids it has a source for.
+
+        Zeros for a token of the feed that is -1.
+        """
         ...
 
     def pack_linear(self, weight: Weight) -> Weight:

@@ -37,7 +37,7 @@ from headrace.layers.norm import Norm, RMSNorm, ZeroCentredRMSNorm
 from headrace.layers.rope import RotaryEmbedding
 
 if TYPE_CHECKING:
-    from headrace.models.batch import ForwardBatch
+    from headrace.models.batch import ForwardBatch, TokenFeed
     from headrace.models.config import ModelConfig
 
 # What `SkinnyGemm` asks of a matrix: multiples of so many rows and columns.
@@ -113,9 +113,13 @@ class CudaBackend:
             kv.pool, query_heads=query_heads, max_rows=max_rows, max_context=max_context
         )
 
-    def embed(self, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    def embed(
+        self, ids: torch.Tensor, table: torch.Tensor, feed: "TokenFeed | None" = None
+    ) -> torch.Tensor:
         """Rows of the table."""
-        return fused.embed(table, ids)
+        if feed is None:
+            return fused.embed(table, ids)
+        return fused.embed(table, ids, sources=feed.sources, tokens=feed.tokens)
 
     def pack_linear(self, weight: Weight) -> Weight:
         """Return the weight as it is, which is what all products read.

@@ -21,7 +21,7 @@ from headrace.layers.rope import RotaryEmbedding
 
 if TYPE_CHECKING:
     from headrace.layers.norm import Norm
-    from headrace.models.batch import ForwardBatch
+    from headrace.models.batch import ForwardBatch, TokenFeed
     from headrace.models.config import ModelConfig
 
 # Rows of one product in deterministic mode. A product of fixed shape has bits that depend on
@@ -55,9 +55,16 @@ class TorchBackend:
             supported = ", ".join(sorted(str(entry) for entry in self.supported_dtypes))
             raise ConfigError(f"dtype {dtype} is not supported by {self.name}; use {supported}")
 
-    def embed(self, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    def embed(
+        self, ids: torch.Tensor, table: torch.Tensor, feed: "TokenFeed | None" = None
+    ) -> torch.Tensor:
         """Rows of the table."""
-        return F.embedding(ids, table)
+        if feed is None:
+            return F.embedding(ids, table)
+        fed = feed.tokens[feed.sources.clamp(min=0).long()].long()
+        ids = torch.where(feed.sources >= 0, fed, ids)
+        rows = F.embedding(ids.clamp(min=0), table)
+        return torch.where(ids[:, None] >= 0, rows, 0)
 
     def pack_linear(self, weight: Weight) -> Weight:
         """Reorder a weight for oneDNN on a CPU that has it; elsewhere return it as it is.

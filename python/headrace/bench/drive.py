@@ -1,7 +1,8 @@
 """One measured run: requests through the scheduler and the engine on the calling thread.
 
-The path is the one that serves users (submit, plan, execute, commit), with a clock around each
-step. What is counted is what was computed, not what was asked for.
+The path is the one that serves users (submit, plan, run, commit), with a clock around each step:
+from the commit of the step before, as users see it, to its own. What is counted is what was
+computed, not what was asked for.
 """
 
 import time
@@ -14,8 +15,9 @@ from numpy.typing import NDArray
 from headrace._core import RequestResult, Scheduler, StepPlan
 from headrace.engine import Engine
 from headrace.errors import ConfigError
+from headrace.pipeline import Pipeline, execute_plan
 from headrace.request import SamplingParams
-from headrace.step_loop import execute_plan
+from headrace.sampling import SampleResult
 
 _MS = 1e3
 _NS = 1e-9
@@ -148,8 +150,12 @@ def new_scheduler(engine: Engine) -> Scheduler:
 
 
 def step(engine: Engine, scheduler: Scheduler, plan: StepPlan) -> None:
-    """Do what the engine thread does with a plan, its copies included."""
-    scheduler.commit(plan, execute_plan(engine, scheduler, plan).token_ids)
+    """Do what the engine thread does with a plan, its copies included, one step at a time."""
+    _commit(engine, scheduler, plan, execute_plan(engine, scheduler, plan))
+
+
+def _commit(engine: Engine, scheduler: Scheduler, plan: StepPlan, result: SampleResult) -> None:
+    scheduler.commit(plan, result.token_ids)
     if engine.tier is not None:
         scheduler.start_stores(engine.tier.queue)
 
@@ -162,13 +168,17 @@ def end(engine: Engine, scheduler: Scheduler) -> None:
 
 
 def _steps(engine: Engine, scheduler: Scheduler, clock: Callable[[], float]) -> Iterator[Step]:
-    while True:
-        start = clock()
-        plan = next_plan(scheduler)
-        if plan is None:
-            return
-        step(engine, scheduler, plan)
-        yield Step(clock() - start, plan.num_decode, plan.num_rows, engine.runner.device_s)
+    pipeline = Pipeline(engine, scheduler)
+    start = clock()
+    while (plan := next_plan(scheduler)) is not None:
+        for ended in pipeline.run(plan):
+            if ended.result is None:
+                assert ended.error is not None, "a step has a result or an error"
+                raise ended.error
+            _commit(engine, scheduler, ended.plan, ended.result)
+            start, begun = clock(), start
+            rows = ended.plan.num_rows
+            yield Step(start - begun, ended.plan.num_decode, rows, engine.runner.device_s)
 
 
 def next_plan(scheduler: Scheduler) -> StepPlan | None:

@@ -144,14 +144,17 @@ extern "C" __global__ void __launch_bounds__(256)
     write(out + blockIdx.x * out_stride + at, v);
 }
 
-// Grid: (rows, vectors of width / block). Row ids[row] of the table; zeros for an id outside it.
+// Grid: (rows, vectors of width / block). Row ids[row] of the table; zeros for an id outside it. Where
+// sources is given and sources[row] >= 0, the id is tokens[sources[row]]: a token of the step before,
+// which may be -1 and which the last kernel of this step writes again.
 extern "C" __global__ void __launch_bounds__(256)
-    embed(const Element* table, const long long* ids, Element* out, long long out_stride, int vocab,
-          int width) {
+    embed(const Element* table, const long long* ids, const int* sources, const int* tokens,
+          Element* out, long long out_stride, int vocab, int width) {
     take_turn();
     const int at = (blockIdx.y * blockDim.x + threadIdx.x) * kVector;
     if (at >= width) return;
-    const long long id = ids[blockIdx.x];
+    const int source = sources != nullptr ? sources[blockIdx.x] : -1;
+    const long long id = source >= 0 ? tokens[source] : ids[blockIdx.x];
     Vector v;
     v.bytes = make_uint4(0, 0, 0, 0);
     if (id >= 0 && id < vocab) v = read(table + id * width + at);

@@ -24,6 +24,18 @@ class PrefillSegment:
     offset: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenFeed:
+    """Input tokens that the step before has left on the device.
+
+    Token t of a batch is `tokens[sources[t]]` where its source is not negative. Each of `tokens` is
+    an id, or -1 for a row whose logits were not finite: whoever reads it stays inside the table.
+    """
+
+    sources: torch.Tensor  # [T] int32
+    tokens: torch.Tensor  # [rows of the step before] int32
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ForwardBatch:
     """T tokens for one forward pass.
@@ -34,7 +46,8 @@ class ForwardBatch:
     of a row *including* its new token, and is 0 for padding, whose page and slot are -1. `window`
     says where LOW entries of the tables lie. `sample_index` holds the indices into T whose logits
     are wanted, None is all of them. On a GPU `tables` is int32 `[num_decode, pages]`, the lengths
-    are int32, and the table of a segment is int32 `[pages]`: all on the device.
+    are int32, and the table of a segment is int32 `[pages]`: all on the device. `feed` goes before
+    `token_ids` where it names a source.
 
     Raises
     ------
@@ -53,6 +66,7 @@ class ForwardBatch:
     segments: Sequence[PrefillSegment]
     sample_index: torch.Tensor | None  # [S] int64
     window: Window = NO_WINDOW
+    feed: TokenFeed | None = None
 
     def __post_init__(self) -> None:
         tokens = self.token_ids.shape[0]

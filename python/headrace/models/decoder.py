@@ -125,7 +125,7 @@ class DecoderModel:
             last = max(segment.start + segment.length - 1 for segment in batch.segments)
             mask = self.backend.prefill_mask(last - last % PREFILL_TILE, self.dtype)
         step = Step(batch, kv, state, self.backend.rotary(self._rope, batch.positions), mask)
-        x = self.backend.embed(batch.token_ids, self._embedding)  # [T, hidden]
+        x = self.backend.embed(batch.token_ids, self._embedding, batch.feed)  # [T, hidden]
         for index, layer in enumerate(self._layers):
             if gates is not None:
                 gates.before_layer(index)

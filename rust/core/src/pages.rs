@@ -227,6 +227,12 @@ impl PageAllocator {
         self.table.lock().entries(pages, starts)
     }
 
+    /// Whether somebody holds the slot of an entry, or a step or a pin keeps it from being handed out.
+    /// False for an entry the pool does not have.
+    pub fn is_held(&self, page: PageEntry) -> bool {
+        self.table.lock().is_held(page)
+    }
+
     /// Counts by state and owner.
     pub fn stats(&self) -> PageStats {
         self.table.lock().stats()

@@ -2,7 +2,8 @@
 //!
 //! Rows: decode rows first, then prefill segments, each group in the scheduler's order (arrival
 //! under FCFS). The arrays are laid out for the runner: `tokens` are the concatenated inputs of all
-//! rows, `token_offsets` their borders. No lock, no state.
+//! rows, `token_offsets` their borders. A plan that was formed before the tokens of the step before
+//! it were known names the rows they come from (`token_sources`). No lock, no state.
 
 use crate::ids::{Epoch, RequestId, SlotId};
 use crate::memory::StepCopies;
@@ -26,6 +27,9 @@ pub struct StepPlan {
     pub token_offsets: Vec<i64>,
     /// Input tokens of all rows. `[tokens]`
     pub token_ids: Vec<i64>,
+    /// Sampled row of the step before whose token is the input (`token_ids` is 0 then), or -1.
+    /// `[tokens]`
+    pub token_sources: Vec<i64>,
     /// Absolute position of each token. `[tokens]`
     pub positions: Vec<i64>,
     /// Slot each token's request has. `[tokens]`
@@ -94,6 +98,8 @@ pub struct RowInput<'a> {
     pub start: usize,
     /// Tokens to compute; a decode row has one.
     pub tokens: &'a [u32],
+    /// Sampled row of the step before that gives the one token of a decode row; `tokens` is 0 then.
+    pub source: Option<usize>,
     /// Its block table, which covers all tokens up to the last of `tokens`.
     pub table: &'a [u32],
     /// Tokens per entry of the table.
@@ -111,6 +117,9 @@ pub struct SampleInput<'a> {
     pub prompt: &'a [u32],
     /// Tokens generated so far.
     pub generated: &'a [u32],
+    /// Tokens that are generated after these and before the one to sample, but not known yet. With
+    /// any, a row whose options need its history cannot be sampled.
+    pub awaited: usize,
 }
 
 /// Width of the decode part of a forward for `rows` rows: 0, 1, 2, 4, 8, then multiples of 8.
@@ -176,6 +185,7 @@ impl PlanBuilder {
         plan.starts.push(start);
         for (position, &token) in (start..).zip(row.tokens) {
             plan.token_ids.push(i64::from(token));
+            plan.token_sources.push(row.source.map_or(-1, to_i64));
             plan.positions.push(position);
             plan.token_slots.push(slot);
         }
@@ -200,7 +210,7 @@ impl PlanBuilder {
 impl SamplingRows {
     fn push(&mut self, sample: SampleInput<'_>) {
         let spec = sample.spec;
-        let generated = sample.generated.len();
+        let generated = sample.generated.len() + sample.awaited;
         self.temperature.push(spec.temperature);
         self.top_k.push(spec.top_k);
         self.top_p.push(spec.top_p);
@@ -211,6 +221,7 @@ impl SamplingRows {
         self.uniform.push(uniform(spec.seed, generated as u64));
         self.logprobs.push(spec.logprobs);
         let history = spec.needs_history();
+        debug_assert!(!history || sample.awaited == 0, "its history is not known");
         if history {
             let tokens = sample.prompt.iter().chain(sample.generated);
             self.history_tokens.extend(tokens.map(|&t| i64::from(t)));
@@ -263,12 +274,14 @@ mod tests {
             slot: slot(2),
             start: 5,
             tokens: &[9],
+            source: None,
             table: &[2],
             table_tokens: 100,
             sample: Some(SampleInput {
                 spec: &spec,
                 prompt: &[1, 2],
                 generated: &[9],
+                awaited: 0,
             }),
         });
         builder.push_prefill(RowInput {
@@ -276,6 +289,7 @@ mod tests {
             slot: slot(0),
             start: 64,
             tokens: &[3, 4, 5],
+            source: None,
             table: &[7, 9],
             table_tokens: 64,
             sample: None,
@@ -286,6 +300,7 @@ mod tests {
         assert_eq!(plan.token_offsets, [0, 1, 4]);
         assert_eq!(plan.positions, [5, 64, 65, 66]);
         assert_eq!(plan.token_slots, [2, 0, 0, 0]);
+        assert_eq!(plan.token_sources, [-1; 4]);
         assert_eq!(plan.token_pages, [2, 9, 9, 9]);
         assert_eq!(
             (plan.block_tables, plan.table_offsets),
@@ -295,5 +310,45 @@ mod tests {
         assert_eq!(plan.sampling.history_tokens, [1, 2, 9]);
         assert_eq!(plan.sampling.history_prompt_lens, [2]);
         assert_eq!(plan.sampling.banned_tokens, [7]);
+    }
+
+    /// What a row has beside its token is the same whether the token before it is known or not.
+    #[test]
+    fn a_row_whose_input_is_awaited_differs_in_its_token_only() {
+        let spec = SamplingSpec {
+            temperature: 0.5,
+            min_tokens: 3,
+            stop_token_ids: Box::new([7]),
+            ..SamplingSpec::default()
+        };
+        let plan = |generated: &[u32], awaited: usize| {
+            let mut builder = PlanBuilder::new(Epoch(1));
+            builder.push_decode(RowInput {
+                request: RequestId(1),
+                slot: SlotId::new(0).unwrap(),
+                start: 4,
+                tokens: if awaited > 0 { &[0] } else { &[9] },
+                source: (awaited > 0).then_some(2),
+                table: &[0],
+                table_tokens: 100,
+                sample: Some(SampleInput {
+                    spec: &spec,
+                    prompt: &[1, 2],
+                    generated,
+                    awaited,
+                }),
+            });
+            builder.finish()
+        };
+        for count in 1..5 {
+            let known = vec![9; count];
+            let (full, ahead) = (plan(&known, 0), plan(&known[1..], 1));
+            assert_eq!(ahead.sampling, full.sampling);
+            assert_eq!(
+                (ahead.token_ids, ahead.token_sources),
+                (vec![0], vec![2]),
+                "{count} tokens"
+            );
+        }
     }
 }

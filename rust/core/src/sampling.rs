@@ -124,9 +124,13 @@ impl SamplingSpec {
         if stop || (may_stop && self.stop_token_ids.contains(last)) {
             return Some(FinishReason::Stop);
         }
-        let full = generated.len() >= self.max_tokens as usize
-            || prompt_len + generated.len() >= max_context;
-        full.then_some(FinishReason::Length)
+        self.is_full(prompt_len, generated.len(), max_context)
+            .then_some(FinishReason::Length)
+    }
+
+    /// Whether a request ends with its `generated`-th token at the latest.
+    pub(crate) fn is_full(&self, prompt_len: usize, generated: usize, max_context: usize) -> bool {
+        generated >= self.max_tokens as usize || prompt_len + generated >= max_context
     }
 
     pub(crate) fn needs_history(&self) -> bool {

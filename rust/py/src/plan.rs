@@ -34,6 +34,8 @@ pub(crate) struct StepPlan {
     #[pyo3(get)]
     token_ids: Array<i64>,
     #[pyo3(get)]
+    token_sources: Array<i64>,
+    #[pyo3(get)]
     positions: Array<i64>,
     #[pyo3(get)]
     token_slots: Array<i64>,
@@ -98,6 +100,7 @@ impl StepPlan {
             starts: array(py, plan.starts),
             token_offsets: array(py, plan.token_offsets),
             token_ids: array(py, plan.token_ids),
+            token_sources: array(py, plan.token_sources),
             positions: array(py, plan.positions),
             token_slots: array(py, plan.token_slots),
             sample_rows: array(py, plan.sample_rows),
@@ -153,12 +156,14 @@ pub(crate) fn build_plan(py: Python<'_>, rows: Vec<Row<'_>>, decode: bool) -> Py
             slot: core::SlotId::new(slot).ok_or_else(too_large)?,
             start,
             tokens: &tokens,
+            source: None,
             table: &[slot],
             table_tokens: usize::MAX,
             sample: sampling.as_ref().map(|sampling| core::SampleInput {
                 spec: &sampling.get().inner,
                 prompt: &prompt,
                 generated: &generated,
+                awaited: 0,
             }),
         };
         match (decode, tokens.len()) {

@@ -99,6 +99,12 @@ impl Scheduler {
         plan.map(|plan| StepPlan::new(py, *plan)).transpose()
     }
 
+    fn plan_ahead(&self, py: Python<'_>, plan: &StepPlan) -> PyResult<Option<StepPlan>> {
+        let epoch = core::Epoch(plan.epoch);
+        let ahead = py.enter(self.home, || self.inner.plan_ahead(epoch))?;
+        ahead.map(|plan| StepPlan::new(py, plan)).transpose()
+    }
+
     #[pyo3(signature = (plan, tokens, stops=None))]
     fn commit<'py>(
         &self,

@@ -107,15 +107,30 @@ def sigmoid_gate(
     return out
 
 
-def embed(table: torch.Tensor, ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def embed(
+    table: torch.Tensor,
+    ids: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    sources: torch.Tensor | None = None,
+    tokens: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Rows `ids [T]` int64 of `table [vocab, width]`; zeros for an id outside the table.
 
-    Raises as `rms_norm`.
+    With `sources [T]` and `tokens`, both int32, the id is `tokens[source]` where the source is not
+    negative; the caller answers for sources beyond the tokens. Raises as `rms_norm`.
     """
     vocab, width = table.shape
     vector = _check("embed", width, table)
     if ids.dtype != torch.int64 or ids.ndim != 1 or not table.is_contiguous():
         raise ConfigError(f"embed: ids are {ids.dtype} {list(ids.shape)}, expected int64 [T]")
+    if (sources is None) != (tokens is None):
+        raise ConfigError("embed: sources go with tokens")
+    for name, fed in (("sources", sources), ("tokens", tokens)):
+        if fed is not None and (fed.dtype != torch.int32 or not fed.is_contiguous()):
+            raise ConfigError(f"embed: {name} are {fed.dtype}, expected contiguous int32")
+    if sources is not None and sources.shape != ids.shape:
+        raise ConfigError(f"embed: {list(sources.shape)} sources for {list(ids.shape)} ids")
     if out is None:
         out = torch.empty((ids.shape[0], width), dtype=table.dtype, device=table.device)
     if ids.shape[0]:
@@ -124,7 +139,16 @@ def embed(table: torch.Tensor, ids: torch.Tensor, out: torch.Tensor | None = Non
             "embed",
             (ids.shape[0], -(-width // (vector * _THREADS))),
             _THREADS,
-            (table.data_ptr(), ids.data_ptr(), out.data_ptr(), out.stride(0), vocab, width),
+            (
+                table.data_ptr(),
+                ids.data_ptr(),
+                0 if sources is None else sources.data_ptr(),
+                0 if tokens is None else tokens.data_ptr(),
+                out.data_ptr(),
+                out.stride(0),
+                vocab,
+                width,
+            ),
         )
     return out
 

@@ -17,7 +17,7 @@ from headrace._core import StepPlan
 _ALIGNMENT = 16
 _TORCH = {"int64": torch.int64, "int32": torch.int32}
 PADDING = -1
-_PADDED_BY_MINUS_ONE = ("token_pages", "token_offsets", "state_slots")
+_PADDED_BY_MINUS_ONE = ("token_pages", "token_offsets", "token_sources", "state_slots")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,7 @@ class StepShape:
             *(Field(name, "int64", (self.tokens,)) for name in per_token),
             Field("state_slots", "int64", (self.decode_rows,)),
             Field("sample_index", "int64", (self.samples,)),
+            Field("token_sources", "int32", (self.tokens,)),
             Field("lengths", "int32", (self.decode_rows,)),
             Field("stream_k0", "int32", (1,)),
             Field("tables", "int32", (self.decode_rows, self.table_pages)),
@@ -86,16 +87,26 @@ class StepArrays:
         for name, values in self.host.items():
             values.fill(PADDING if name in _PADDED_BY_MINUS_ONE else 0)
 
-    def fill(self, plan: StepPlan, page_tokens: int) -> None:
+    def fill(
+        self,
+        plan: StepPlan,
+        page_tokens: int,
+        *,
+        token_ids: NDArray[np.int64] | None = None,
+        sources: NDArray[np.int64] | None = None,
+    ) -> None:
         """Write a plan to the host side; decode rows beyond the plan's become padding.
 
-        Only a plan of decode rows alone may be smaller than the shape.
+        token_ids: those of the plan if None. sources `[tokens]`: rows of the device's tokens that
+        go before them, -1 for none; None is none at all. Only a plan of decode rows alone may be
+        smaller than the shape.
         """
         host, tokens = self.host, len(plan.token_ids)
         rows = plan.num_decode
         positions = plan.positions
         for name, values, rest in (
-            ("token_ids", plan.token_ids, 0),
+            ("token_ids", plan.token_ids if token_ids is None else token_ids, 0),
+            ("token_sources", PADDING if sources is None else sources, PADDING),
             ("positions", positions, 0),
             ("token_pages", plan.token_pages, PADDING),
             ("token_offsets", positions % page_tokens, PADDING),

@@ -163,7 +163,8 @@ impl Memory {
         }
     }
 
-    /// A plan was handed out: what is freed from now on may still be touched by it.
+    /// A plan was handed out: what is freed from now on may still be touched by it, also if a step
+    /// before it is in flight too.
     pub(crate) fn launched(&mut self, epoch: Epoch) {
         self.fence = epoch;
     }
@@ -189,7 +190,8 @@ impl Memory {
         !self.stores.is_empty()
     }
 
-    /// Stores to start once the step that is in flight, if any, has ended.
+    /// Stores to start once the step that was in flight when they became due, if any, has ended: one
+    /// planned ahead writes nothing that they read.
     pub(crate) fn take_stores(&mut self) -> Vec<StoreCopy> {
         std::mem::take(&mut self.stores)
     }
@@ -225,11 +227,25 @@ impl Memory {
         tokens.div_ceil(self.page)
     }
 
+    /// HIGH pages that are free now: to be had also while a step is in flight, behind which the page
+    /// of a cached prefix would have to wait.
+    pub(crate) fn free(&self) -> usize {
+        let pages = self.pages.as_ref();
+        pages.map_or(0, |pages| pages.available(PriorityClass::High))
+    }
+
+    /// Pages a request lacks for `tokens` tokens; none with fixed slots.
+    pub(crate) fn missing(&self, seq: &Sequence, tokens: usize) -> usize {
+        if self.is_paged() {
+            self.pages_for(tokens).saturating_sub(self.held(seq))
+        } else {
+            0
+        }
+    }
+
     /// HIGH pages that could be had now, those of unlocked cached prefixes included.
     pub(crate) fn available(&self) -> usize {
-        let pages = self.pages.as_ref();
-        let free = pages.map_or(0, |pages| pages.available(PriorityClass::High));
-        free + self.tree.as_ref().map_or(0, PrefixTree::evictable_device)
+        self.free() + self.tree.as_ref().map_or(0, PrefixTree::evictable_device)
     }
 
     fn alloc_high(&mut self, n: usize) -> Option<Vec<PageEntry>> {
@@ -344,7 +360,7 @@ impl Memory {
         if !self.is_paged() {
             return tokens;
         }
-        let missing = self.pages_for(tokens).saturating_sub(self.held(seq));
+        let missing = self.missing(seq, tokens);
         let n = missing.min(self.available().saturating_sub(headroom));
         if n > 0
             && let Some(pages) = self.alloc_high(n)
@@ -387,6 +403,12 @@ impl Memory {
         } else {
             max_context
         }
+    }
+
+    /// Whether a page is not free to be handed out.
+    pub(crate) fn holds(&self, page: u32) -> bool {
+        let pages = self.pages.as_ref();
+        pages.is_none_or(|pages| pages.is_held(PageEntry(page)))
     }
 
     /// Recounts the next `nodes` nodes of the tree.

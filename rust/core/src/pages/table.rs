@@ -373,6 +373,13 @@ impl Table {
         })
     }
 
+    pub(super) fn is_held(&self, entry: PageEntry) -> bool {
+        self.place(0, entry).is_ok_and(|(raw, bit)| {
+            let page = &self.pages[raw];
+            (page.live | page.pending) & bit != 0
+        })
+    }
+
     pub(super) fn fault(&self, index: usize, entry: PageEntry, fault: &'static str) -> Error {
         Error::PageState {
             index,

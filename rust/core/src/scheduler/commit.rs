@@ -1,4 +1,7 @@
 //! What the end of a step changes: tokens arrive, requests finish, fenced slots become free.
+//!
+//! Steps end in the order in which they were planned. With the next one in flight already, a request
+//! that ends here has a row in it that runs for nothing: that row is gone when its own step ends.
 
 use super::SchedulerConfig;
 use super::state::{InFlight, InFlightRow, State};
@@ -23,7 +26,7 @@ pub struct CommitReport {
 
 /// What became of a row.
 enum Outcome {
-    /// Its request ended during the step, or has to start again.
+    /// Its request ended before the step did, or has to start again.
     Gone,
     /// It goes on.
     Runs,
@@ -199,17 +202,18 @@ impl State {
         Ok(ended)
     }
 
+    /// The oldest step in flight, which must be `epoch`.
     fn in_flight_at(&self, epoch: Epoch) -> Result<&InFlight> {
-        let step = self.in_flight.as_ref().filter(|step| step.epoch == epoch);
+        let step = self.in_flight.front().filter(|step| step.epoch == epoch);
         step.ok_or(Error::StalePlan { epoch })
     }
 
-    /// The step is over: slots fenced by it are free from now on.
+    /// The oldest step is over: slots and pages fenced by it are free from now on.
     fn retire(&mut self, epoch: Epoch, slots: &SlotAllocator) -> Vec<InFlightRow> {
         slots.retire(epoch);
         self.memory.retired(epoch);
         self.in_flight
-            .take()
+            .pop_front()
             .map(|step| step.rows)
             .unwrap_or_default()
     }

@@ -276,3 +276,52 @@ fn the_end_of_a_copy_wakes_a_planner_that_waits_for_its_slot() {
         check_drained(&s, &[A, B]);
     });
 }
+
+/// A request that generates `max_tokens` tokens and decodes: its first step is committed.
+fn decoding(s: &Scheduler, id: RequestId, max_tokens: u32) {
+    let spec = RequestSpec {
+        id: Some(id),
+        prompt: Box::new([1]),
+        sampling: SamplingSpec {
+            max_tokens,
+            ..SamplingSpec::default()
+        },
+        ..RequestSpec::default()
+    };
+    assert_eq!(s.submit(spec, 0), Ok(id));
+    let plan = next(s).unwrap();
+    commit(s, &plan);
+}
+
+#[test]
+fn abort_beside_two_steps_in_flight_conserves_the_slot() {
+    loom::model(|| {
+        let s = scheduler(1);
+        decoding(&s, A, 3);
+        let older = next(&s).unwrap();
+        let aborter = beside(&s, |s| s.abort(A, 0));
+        let newer = s.plan_ahead(older.epoch).unwrap();
+        let first = commit(&s, &older).accepted[0];
+        s.check().unwrap();
+        if let Some(newer) = newer {
+            assert!(commit(&s, &newer).accepted[0] <= first);
+        }
+        aborter.join().unwrap();
+        check_drained(&s, &[A]);
+    });
+}
+
+#[test]
+fn close_beside_two_steps_in_flight_ends_the_request_once() {
+    loom::model(|| {
+        let s = scheduler(1);
+        decoding(&s, A, 3);
+        let older = next(&s).unwrap();
+        let newer = s.plan_ahead(older.epoch).unwrap().unwrap();
+        let closer = beside(&s, |s| s.close("end", FinishReason::Abort, 0));
+        commit(&s, &older);
+        commit(&s, &newer);
+        closer.join().unwrap();
+        check_drained(&s, &[A]);
+    });
+}

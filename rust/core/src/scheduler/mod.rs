@@ -1,6 +1,6 @@
 //! Scheduler: the life of every request from `submit` to its one terminal result.
 //!
-//! Owns: the waiting queue, the running set, the step in flight, the stored results. One mutex
+//! Owns: the waiting queue, the running set, the steps in flight, the stored results. One mutex
 //! guards all of it; lock order is scheduler -> slots. Two condvars: `work` wakes the planner,
 //! `done` wakes waiters. No user code runs under the lock, and no wait is without a time limit:
 //! callers wait in slices and decide themselves when to give up.
@@ -15,10 +15,12 @@
 //! - a live id is in exactly one of waiting, running; a running request has a slot in use, a
 //!   waiting one has none;
 //! - every accepted id gets exactly one result; an id with a result is not live;
-//! - at most one plan is in flight; a slot freed meanwhile is fenced by that plan's epoch;
+//! - at most two plans are in flight, the second one planned ahead (`ahead`): its requests are in the
+//!   first one too. They end in order; a slot or page given back meanwhile is fenced by the newest;
 //! - tokens in the cache are at most prompt + generated - 1; fewer only while a preempted request
 //!   computes them again.
 
+mod ahead;
 mod commit;
 #[cfg(all(test, loom))]
 mod loom_tests;
@@ -141,12 +143,26 @@ impl Scheduler {
         Ok(NextPlan::TimedOut)
     }
 
+    /// The step after `epoch`, the only one in flight, on the assumption that each of its rows goes
+    /// on: the inputs of its rows are tokens that `epoch` has yet to give (`token_sources`). `None`
+    /// if that is no steady decode step: a row that does not decode, streams or needs its history, a
+    /// copy, a page that is not free, or a request that could start or is not in the step. Rows that
+    /// end with `epoch` for their length have no row here; no row means `None`. Nothing changes then.
+    ///
+    /// The plan is what `next_plan` would give after the commit of `epoch`, but for the tokens and
+    /// for rows that the commit ends: these run for nothing and are not accepted.
+    /// Fails with `StalePlan` if `epoch` is not in flight, or not alone.
+    pub fn plan_ahead(&self, epoch: Epoch) -> Result<Option<StepPlan>> {
+        let mut state = self.state.lock();
+        state.plan_ahead(epoch, &self.config, &self.slots)
+    }
+
     /// Records the tokens of a step, one per sampled row in row order, and releases what it no
     /// longer needs. `stops[i]` says that row i's text met a stop string; empty means none did. A
     /// token outside the vocabulary (-1: the logits were not finite) ends its row with `error`.
     /// Rows that ended meanwhile are skipped.
     ///
-    /// Fails with `StalePlan` if `epoch` is not in flight, `InvalidRequest` if a length is wrong;
+    /// Fails with `StalePlan` if `epoch` is not the oldest step in flight, `InvalidRequest` if a length is wrong;
     /// nothing changes then.
     pub fn commit(
         &self,
@@ -163,7 +179,7 @@ impl Scheduler {
     }
 
     /// The forward of step `epoch` failed: its rows end with `error` and `message`, all others go
-    /// on. Fails with `StalePlan`.
+    /// on. A step planned ahead of its tokens stays in flight. Fails with `StalePlan` as `commit`.
     pub fn fail(&self, epoch: Epoch, message: &str, now_ns: u64) -> Result<Vec<RequestId>> {
         let failed = self
             .state
@@ -195,8 +211,8 @@ impl Scheduler {
         self.state.lock().memory.stream_from(k);
     }
 
-    /// Copies to the host that have become due; they may start once the step in flight has ended.
-    /// To be asked for after every plan and every commit; each is given out once.
+    /// Copies to the host that have become due; they may start once the step in flight has ended, or
+    /// beside one that was planned ahead, which touches nothing that they read. To be asked for after every plan and every commit; each is given out once.
     pub fn take_stores(&self) -> Vec<StoreCopy> {
         self.state.lock().memory.take_stores()
     }

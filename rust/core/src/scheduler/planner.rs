@@ -24,11 +24,13 @@ pub const CHUNK_ALIGN: usize = 64;
 
 /// A row of the plan being formed.
 #[derive(Clone, Copy)]
-struct Row {
-    key: Key,
-    tokens: usize,
-    decode: bool,
-    staging: Option<u32>,
+pub(super) struct Row {
+    pub(super) key: Key,
+    pub(super) tokens: usize,
+    pub(super) decode: bool,
+    pub(super) staging: Option<u32>,
+    /// Sampled row of the step in flight whose token is the input.
+    pub(super) source: Option<usize>,
 }
 
 /// What became of a row that asked for a page.
@@ -42,14 +44,15 @@ enum Room {
 }
 
 impl State {
-    /// The next step, or `None` when there is nothing to run or a step is in flight.
+    /// The next step, or `None` when there is nothing to run or a step is in flight: the one after
+    /// that is `plan_ahead`'s.
     pub(super) fn plan(
         &mut self,
         config: &SchedulerConfig,
         slots: &SlotAllocator,
         now_ns: u64,
     ) -> Option<StepPlan> {
-        if self.in_flight.is_some() {
+        if !self.in_flight.is_empty() {
             return None;
         }
         self.reap(slots);
@@ -114,6 +117,7 @@ impl State {
                     tokens: 1,
                     decode: true,
                     staging: None,
+                    source: None,
                 });
                 return;
             }
@@ -285,6 +289,7 @@ impl State {
             tokens: to - from,
             decode: false,
             staging,
+            source: None,
         })
     }
 
@@ -421,6 +426,7 @@ impl State {
             tokens: 1,
             decode: true,
             staging: None,
+            source: None,
         })
     }
 
@@ -448,7 +454,7 @@ impl State {
     }
 
     /// Builds the plan of the chosen rows and puts it in flight.
-    fn launch(&mut self, rows: &[Row], config: &SchedulerConfig) -> Option<StepPlan> {
+    pub(super) fn launch(&mut self, rows: &[Row], config: &SchedulerConfig) -> Option<StepPlan> {
         let epoch = Epoch(self.last_epoch.0 + 1);
         let table_tokens = self.memory.table_tokens(config.max_context);
         let mut builder = PlanBuilder::new(epoch);
@@ -458,8 +464,13 @@ impl State {
             let request = self.running.get_mut(&row.key)?;
             let slot = request.slot?;
             self.memory.set_table(&mut request.seq, slot);
-            let input = request.row(row.tokens, table_tokens)?;
+            let input = match row.source {
+                Some(source) => request.row_after(source, table_tokens)?,
+                None => request.row(row.tokens, table_tokens)?,
+            };
             let samples = input.sample.is_some();
+            let last = (input.start + row.tokens - 1) / table_tokens;
+            let page = input.table.get(last).copied();
             if row.decode {
                 builder.push_decode(input);
             } else {
@@ -468,6 +479,9 @@ impl State {
             snapshots.extend(row.staging.map(|staging| (slot.index(), staging)));
             in_flight.push(InFlightRow {
                 key: row.key,
+                id: request.id,
+                slot,
+                page: page.filter(|_| self.memory.is_paged()),
                 tokens: row.tokens,
                 samples,
                 staging: row.staging,
@@ -477,7 +491,7 @@ impl State {
         builder.set_copies(self.memory.take_step(), k0, snapshots);
         self.memory.launched(epoch);
         self.last_epoch = epoch;
-        self.in_flight = Some(InFlight {
+        self.in_flight.push_back(InFlight {
             epoch,
             rows: in_flight,
         });
@@ -540,12 +554,14 @@ impl Request {
             slot: self.slot?,
             start: self.computed,
             tokens,
+            source: None,
             table: self.seq.table(),
             table_tokens,
             sample: samples.then_some(SampleInput {
                 spec: &self.sampling,
                 prompt: &self.prompt,
                 generated: &self.generated,
+                awaited: 0,
             }),
         })
     }

@@ -1,6 +1,6 @@
 //! The queues behind the scheduler's mutex, and every change of a request's state but the step's.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 
 use super::results::ResultStore;
 use super::{Policy, SchedulerConfig};
@@ -128,9 +128,13 @@ impl Request {
     }
 }
 
-/// One row of the plan in flight.
+/// One row of a plan in flight.
 pub(super) struct InFlightRow {
     pub(super) key: Key,
+    pub(super) id: RequestId,
+    pub(super) slot: SlotId,
+    /// Page its last token is written to; `None` with fixed slots.
+    pub(super) page: Option<u32>,
     pub(super) tokens: usize,
     pub(super) samples: bool,
     /// Buffer that holds the request's state after the step.
@@ -192,7 +196,8 @@ pub(super) struct State {
     pub(super) keys: HashMap<RequestId, Key>,
     pub(super) waiting: BTreeMap<Key, Request>,
     pub(super) running: BTreeMap<Key, Request>,
-    pub(super) in_flight: Option<InFlight>,
+    /// Oldest first: a step, and perhaps the one planned ahead of its tokens.
+    pub(super) in_flight: VecDeque<InFlight>,
     pub(super) last_epoch: Epoch,
     pub(super) memory: Memory,
     /// Requests that ended while a plan was formed; the end of its step tells.
@@ -218,7 +223,7 @@ impl State {
             keys: HashMap::new(),
             waiting: BTreeMap::new(),
             running: BTreeMap::new(),
-            in_flight: None,
+            in_flight: VecDeque::new(),
             last_epoch: Epoch(0),
             results: ResultStore::new(max_results),
             counters: SchedulerStats::default(),
@@ -329,8 +334,8 @@ impl State {
         }
     }
 
-    /// Moves a live request to the results and gives its slot back, behind the step in flight if
-    /// that step may touch it. `None` if nothing lives at `key`.
+    /// Moves a live request to the results and gives its slot back, behind the newest step in flight:
+    /// that one may touch it. `None` if nothing lives at `key`.
     pub(super) fn end(
         &mut self,
         key: Key,
@@ -375,15 +380,19 @@ impl State {
         Some((id, reason))
     }
 
-    /// Frees the slot of a request that leaves, behind the step in flight, or once the copies that
-    /// read it are over.
+    /// Newest step in flight: what is given back now may be touched until it has ended.
+    fn fence(&self) -> Option<Epoch> {
+        self.in_flight.back().map(|step| step.epoch)
+    }
+
+    /// Frees the slot of a request that leaves, behind the newest step in flight, or once the copies
+    /// that read it are over.
     fn free_slot(&mut self, key: Key, id: RequestId, slots: &SlotAllocator) {
         if self.memory.reads_slot(key) {
             self.held_slots.insert(key, id);
             return;
         }
-        let fence = self.in_flight.as_ref().map(|step| step.epoch);
-        let freed = slots.free(id, fence);
+        let freed = slots.free(id, self.fence());
         debug_assert!(freed.is_ok(), "a running request holds its slot");
     }
 
@@ -450,8 +459,7 @@ impl State {
             if !self.memory.reads_slot(key)
                 && let Some(id) = self.held_slots.remove(&key)
             {
-                let fence = self.in_flight.as_ref().map(|step| step.epoch);
-                let freed = slots.free(id, fence);
+                let freed = slots.free(id, self.fence());
                 debug_assert!(freed.is_ok(), "a held slot is in use");
             }
         }
@@ -487,7 +495,7 @@ impl State {
 
     /// Recounts a part of the prefix tree when nothing else is to be done. Says what does not agree.
     pub(super) fn check_idle(&self) -> Option<String> {
-        let idle = self.keys.is_empty() && self.in_flight.is_none();
+        let idle = self.keys.is_empty() && self.in_flight.is_empty();
         let checked = idle.then(|| self.memory.check_some(IDLE_NODES))?;
         checked
             .err()
@@ -497,6 +505,7 @@ impl State {
     pub(super) fn check(&self, slots: &SlotAllocator) -> std::result::Result<(), String> {
         slots.check()?;
         self.memory.check()?;
+        self.check_in_flight(slots)?;
         if self.keys.len() != self.waiting.len() + self.running.len() {
             return Err(format!(
                 "{} live ids, {} waiting + {} running",
@@ -548,6 +557,44 @@ impl State {
             .find(|&&key| !self.memory.reads_slot(key))
         {
             return Err(format!("slot of request {key:?} is held for nothing"));
+        }
+        Ok(())
+    }
+
+    /// The steps in flight follow one another, the later one has no request that the earlier one has
+    /// not, and nobody else can be given what a row of either writes.
+    fn check_in_flight(&self, slots: &SlotAllocator) -> std::result::Result<(), String> {
+        let epochs: Vec<u64> = self.in_flight.iter().map(|step| step.epoch.0).collect();
+        let last = self.last_epoch.0;
+        match epochs[..] {
+            [] => return Ok(()),
+            [only] if only == last => {}
+            [older, newer] if older + 1 == newer && newer == last => {}
+            _ => return Err(format!("steps {epochs:?} in flight, the last is {last}")),
+        }
+        let held = slots.dump();
+        for step in &self.in_flight {
+            for row in &step.rows {
+                let (id, slot, epoch) = (row.id.0, row.slot.index(), step.epoch.0);
+                let first = self.in_flight.front();
+                if first.is_some_and(|first| first.rows.iter().all(|other| other.key != row.key)) {
+                    return Err(format!(
+                        "request {id} begins in step {epoch}, planned ahead"
+                    ));
+                }
+                let holder = held.iter().find(|&&(index, ..)| index == slot);
+                let safe = holder.is_some_and(|&(_, _, holder, fence)| {
+                    holder == Some(id) && fence.is_none_or(|fence| fence >= epoch)
+                });
+                if !safe {
+                    return Err(format!(
+                        "slot {slot} of request {id} in step {epoch}: {holder:?}"
+                    ));
+                }
+                if row.page.is_some_and(|page| !self.memory.holds(page)) {
+                    return Err(format!("page {:?} of step {epoch} is free", row.page));
+                }
+            }
         }
         Ok(())
     }

@@ -3,6 +3,7 @@
     reason = "a helper of a test fails by panicking, as a test does"
 )]
 
+mod ahead;
 mod lifecycle;
 mod machine;
 mod memory;
@@ -58,6 +59,8 @@ struct Row {
     /// Position in the request's random stream, if a token is sampled.
     sample: Option<usize>,
     decode: bool,
+    /// Sampled row of the step before whose token is the input.
+    source: Option<usize>,
 }
 
 impl Scheduler {
@@ -70,6 +73,13 @@ impl Scheduler {
             NextPlan::Plan(plan) => Some(*plan),
             NextPlan::TimedOut => None,
         }
+    }
+
+    /// The step after `plan`, which is alone in flight.
+    fn ahead(&self, plan: &StepPlan) -> Option<StepPlan> {
+        let ahead = self.plan_ahead(plan.epoch).unwrap();
+        self.check().unwrap();
+        ahead
     }
 
     fn plan(&self) -> StepPlan {
@@ -136,6 +146,10 @@ fn rows(plan: &StepPlan) -> Vec<Row> {
         let range = int(plan.token_offsets[at])..int(plan.token_offsets[at + 1]);
         let positions = plan.positions[range.clone()].iter();
         assert!(positions.copied().eq((plan.starts[at]..).take(range.len())));
+        let source = plan.token_sources[range.start];
+        let sources = &plan.token_sources[range.clone()];
+        assert!(source == -1 || (sources.len() == 1 && plan.token_ids[range.start] == 0));
+        assert!(sources.iter().all(|&other| other == source));
         let token_slots = &plan.token_slots[range.clone()];
         assert!(token_slots.iter().all(|&slot| slot == plan.slots[at]));
         let sample = plan.sample_rows.iter().position(|&row| int(row) == at);
@@ -155,6 +169,7 @@ fn rows(plan: &StepPlan) -> Vec<Row> {
                 .collect(),
             sample,
             decode: at < plan.num_decode,
+            source: usize::try_from(source).ok(),
         }
     };
     (0..count).map(row).collect()

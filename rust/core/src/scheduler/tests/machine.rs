@@ -24,11 +24,13 @@ enum Flaw {
 enum Op {
     Submit(RequestSpec, Option<Flaw>),
     Plan,
+    /// The step after one of the latest three; after the oldest in flight if `None`.
+    PlanAhead(Option<u64>),
     /// Tokens and stop flags of the sampled rows, as far as there are any.
     Commit(Vec<i32>, Vec<bool>),
-    /// A commit of the step in flight with one token or one flag too many.
+    /// A commit of the oldest step in flight with one token or one flag too many.
     CommitWrongLength(bool),
-    /// A commit or a fail of a step that is not in flight.
+    /// A commit or a fail of a step that may not be the oldest in flight.
     Stale(u64, bool),
     Fail,
     Abort(u64),
@@ -53,6 +55,8 @@ enum Outcome {
 #[derive(Clone, Debug)]
 struct Reference {
     slots: u32,
+    /// Short prompts, long answers and few arrivals, so that most steps are of decode rows.
+    steady: bool,
     model: Model,
     /// Epoch and arguments of the latest commit or fail.
     epoch: Epoch,
@@ -114,8 +118,12 @@ fn flaws() -> impl Strategy<Value = Flaw> {
     ]
 }
 
-fn submits(max_context: usize) -> impl Strategy<Value = Op> {
-    let longest = max_context - 1;
+fn submits(max_context: usize, steady: bool) -> impl Strategy<Value = Op> {
+    let longest = if steady {
+        8.min(max_context - 1)
+    } else {
+        max_context - 1
+    };
     let lengths = prop_oneof![
         4 => 1..=8usize,
         3 => prop_oneof![Just(63usize), Just(64), Just(65), Just(128), Just(129)],
@@ -125,7 +133,12 @@ fn submits(max_context: usize) -> impl Strategy<Value = Op> {
     let prompt = lengths.prop_flat_map(move |length| {
         proptest::collection::vec(0..VOCAB, length.min(longest)..=length.min(longest))
     });
-    let sampling = (1..6u32, 0..6u32, proptest::collection::vec(0..VOCAB, 0..2));
+    let max_tokens = if steady { 1..20u32 } else { 1..6u32 };
+    let sampling = (
+        max_tokens,
+        0..6u32,
+        proptest::collection::vec(0..VOCAB, 0..2),
+    );
     let id = proptest::option::weighted(0.7, ids());
     let flaw = proptest::option::weighted(0.1, flaws());
     (id, prompt, sampling, any::<bool>(), flaw).prop_map(|(id, prompt, sampling, low, flaw)| {
@@ -152,10 +165,10 @@ fn submits(max_context: usize) -> impl Strategy<Value = Op> {
 }
 
 impl Reference {
-    /// Tokens and stops cut to what the step in flight samples.
+    /// Tokens and stops cut to what the oldest step in flight samples.
     fn arguments(&mut self, tokens: &[i32], stops: &[bool]) {
         let samples = self.model.samples();
-        self.epoch = Epoch(self.model.epoch);
+        self.epoch = self.model.oldest();
         self.tokens = tokens.iter().copied().cycle().take(samples).collect();
         self.stops = stops.iter().copied().cycle().take(samples).collect();
     }
@@ -179,10 +192,10 @@ impl ReferenceStateMachine for Reference {
             0..=15usize,
             max_context,
             policy,
-            1..=9u32,
+            (1..=9u32, any::<bool>()),
         )
             .prop_map(
-                |(blocks, max_waiting, spare_results, max_context, policy, slots)| {
+                |(blocks, max_waiting, spare_results, max_context, policy, (slots, steady))| {
                     let config = SchedulerConfig {
                         max_batch_tokens: blocks * CHUNK_ALIGN,
                         max_waiting,
@@ -194,6 +207,7 @@ impl ReferenceStateMachine for Reference {
                     };
                     Self {
                         slots,
+                        steady,
                         model: Model::new(config, slots as usize),
                         epoch: Epoch(0),
                         tokens: Vec::new(),
@@ -215,8 +229,10 @@ impl ReferenceStateMachine for Reference {
         let finish = prop_oneof![Just(FinishReason::Abort), Just(FinishReason::Error)];
         let epoch = state.model.epoch;
         prop_oneof![
-            120 => submits(state.model.config.max_context),
+            if state.steady { 20 } else { 120 } => submits(state.model.config.max_context, state.steady),
             120 => Just(Op::Plan),
+            120 => Just(Op::PlanAhead(None)),
+            6 => (epoch.saturating_sub(2)..epoch + 2).prop_map(|epoch| Op::PlanAhead(Some(epoch))),
             120 => (tokens, stops).prop_map(|(tokens, stops)| Op::Commit(tokens, stops)),
             6 => any::<bool>().prop_map(Op::CommitWrongLength),
             6 => (epoch.saturating_sub(2)..epoch + 2, any::<bool>())
@@ -244,6 +260,12 @@ impl ReferenceStateMachine for Reference {
                 let epoch = state.model.epoch;
                 Outcome::Planned(rows.map(|rows| rows.map(|rows| (epoch, rows))))
             }
+            Op::PlanAhead(epoch) => {
+                state.epoch = epoch.map_or(state.model.oldest(), Epoch);
+                let rows = state.model.plan_ahead(state.epoch);
+                let epoch = state.model.epoch;
+                Outcome::Planned(rows.map(|rows| rows.map(|rows| (epoch, rows))))
+            }
             Op::Commit(tokens, stops) => {
                 state.arguments(tokens, stops);
                 state.commit()
@@ -267,7 +289,7 @@ impl ReferenceStateMachine for Reference {
                 }
             }
             Op::Fail => {
-                state.epoch = Epoch(state.model.epoch);
+                state.epoch = state.model.oldest();
                 Outcome::Failed(state.model.fail(state.epoch, "out of memory"))
             }
             Op::Abort(id) => Outcome::Aborted(state.model.abort(RequestId(*id))),
@@ -327,6 +349,10 @@ impl StateMachineTest for Machine {
                     NextPlan::TimedOut => None,
                 }))
             }
+            Op::PlanAhead(_) => {
+                let ahead = scheduler.plan_ahead(epoch);
+                Outcome::Planned(ahead.map(|plan| plan.map(|plan| (plan.epoch.0, rows(&plan)))))
+            }
             Op::Commit(..) | Op::CommitWrongLength(_) | Op::Stale(_, false) => {
                 committed(&scheduler)
             }
@@ -346,7 +372,7 @@ impl StateMachineTest for Machine {
         let refused = matches!(
             outcome,
             Outcome::Submitted(Err(_))
-                | Outcome::Planned(Err(_))
+                | Outcome::Planned(Err(_) | Ok(None))
                 | Outcome::Committed(Err(_))
                 | Outcome::Failed(Err(_))
                 | Outcome::Aborted(false)
@@ -373,14 +399,16 @@ impl StateMachineTest for Machine {
 
     /// Abort all, drain: nothing is left (LEK-07).
     fn teardown(scheduler: Scheduler, reference: Reference) {
-        let in_flight = Epoch(reference.model.epoch);
         let auto_ids = reference.model.stats.submitted + ids().end;
         for id in 0..auto_ids {
             scheduler.abort(RequestId(id), 0);
         }
         let flies = scheduler.slots().stats().finishing > 0;
-        let failed = scheduler.fail(in_flight, "drain", 0);
-        assert!(failed.is_ok() || !flies);
+        let mut failed = 0;
+        for epoch in reference.model.oldest().0..=reference.model.epoch {
+            failed += usize::from(scheduler.fail(Epoch(epoch), "drain", 0).is_ok());
+        }
+        assert!(failed > 0 || !flies);
         scheduler.drain(None, 0..auto_ids);
     }
 }

@@ -8,7 +8,7 @@
     reason = "a helper of a test fails by panicking, as a test does"
 )]
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
 use proptest::prelude::*;
 
@@ -65,6 +65,33 @@ struct Setup {
     policy: WritePolicy,
 }
 
+/// How a step is run.
+#[derive(Clone, Copy, Debug, Default)]
+struct How {
+    ahead: bool,
+    broken: bool,
+    /// An abort of the so-many-th request from the end before the step ends.
+    abort: Option<u64>,
+    stops: u8,
+}
+
+/// Request, slot, pages written and block table of each row.
+fn places(plan: &StepPlan) -> Vec<(u64, i64, Vec<u32>, Vec<u32>)> {
+    let int = |value: i64| usize::try_from(value).unwrap();
+    let row = |row: usize| {
+        let span = int(plan.token_offsets[row])..int(plan.token_offsets[row + 1]);
+        let table = int(plan.table_offsets[row])..int(plan.table_offsets[row + 1]);
+        let written = plan.token_pages[span].iter();
+        (
+            plan.request_ids[row],
+            plan.slots[row],
+            written.map(|&page| u32::try_from(page).unwrap()).collect(),
+            plan.block_tables[table].to_vec(),
+        )
+    };
+    (0..plan.request_ids.len()).map(row).collect()
+}
+
 /// Device and host memory of the simulated machine.
 struct Machine {
     setup: Setup,
@@ -76,6 +103,11 @@ struct Machine {
     state: HashMap<u32, u64>,
     saved: HashMap<u32, u64>,
     stores: Vec<StoreCopy>,
+    /// Plans handed out, oldest first, and whether a copy of theirs failed.
+    flight: VecDeque<(StepPlan, bool)>,
+    /// Tokens of the latest step that ran.
+    latest: Vec<i32>,
+    aborted: BTreeSet<u64>,
     asked: BTreeMap<u64, (Vec<u32>, u32)>,
     known: HashMap<u64, Vec<u32>>,
     next_id: u64,
@@ -139,6 +171,9 @@ impl Machine {
             state: HashMap::new(),
             saved: HashMap::new(),
             stores: Vec::new(),
+            flight: VecDeque::new(),
+            latest: Vec::new(),
+            aborted: BTreeSet::new(),
             asked: BTreeMap::new(),
             known: HashMap::new(),
             next_id: 0,
@@ -215,20 +250,76 @@ impl Machine {
         }
     }
 
-    /// Runs one step. `fails` decides which copies of it fail. False if there was nothing to do.
-    fn step(&mut self, mut fails: impl FnMut() -> bool, broken: bool) -> bool {
-        let plan = self.scheduler.try_plan();
-        self.stores.extend(self.scheduler.take_stores());
-        let Some(plan) = plan else { return false };
+    /// Plans a step if none is in flight, then perhaps the one after it, then ends the oldest: it
+    /// runs as late as it may. `fails` decides which copies of it fail. False if there was nothing
+    /// to do.
+    fn step(&mut self, mut fails: impl FnMut() -> bool, how: How) -> bool {
+        if self.flight.is_empty() {
+            let plan = self.scheduler.try_plan();
+            self.stores.extend(self.scheduler.take_stores());
+            let Some(plan) = plan else { return false };
+            assert!(plan.token_sources.iter().all(|&source| source == -1));
+            let garbage = self.run_copies(&plan, &mut fails);
+            self.launched(plan, garbage);
+        }
+        if how.ahead && self.flight.len() == 1 {
+            let ahead = self.scheduler.ahead(&self.flight[0].0);
+            if let Some(plan) = ahead {
+                assert!(plan.copies.is_empty() && plan.snapshots.is_empty());
+                self.launched(plan, false);
+            }
+        }
+        if let Some(back) = how.abort {
+            self.abort(back);
+        }
+        self.end_step(how.broken, how.stops);
+        true
+    }
+
+    /// Nothing that a row of `plan` writes is in reach of a row that flies for somebody else, nor
+    /// the other way round.
+    fn launched(&mut self, plan: StepPlan, garbage: bool) {
         self.scheduler.check().unwrap();
-        let garbage = self.run_copies(&plan, &mut fails);
+        for (other, _) in &self.flight {
+            for (one, two) in [(&plan, other), (other, &plan)] {
+                for (id, slot, written, _) in places(one) {
+                    for (other_id, other_slot, _, table) in places(two) {
+                        let apart =
+                            slot != other_slot && written.iter().all(|page| !table.contains(page));
+                        assert!(id == other_id || apart, "{id} writes to {other_id}");
+                    }
+                }
+            }
+        }
+        self.flight.push_back((plan, garbage));
+    }
+
+    /// Ends the oldest step in flight; bit i of `stops` ends its i-th sampled row.
+    fn end_step(&mut self, broken: bool, stops: u8) {
+        let (plan, garbage) = self.flight.pop_front().unwrap();
+        if let Some((newer, _)) = self.flight.front() {
+            let stale = Err(Error::StalePlan { epoch: newer.epoch });
+            assert_eq!(self.scheduler.fail(newer.epoch, "too early", 0), stale);
+            assert!(self.scheduler.try_plan().is_none());
+        }
         if broken {
             self.scheduler.fail(plan.epoch, "broken", 0).unwrap();
+            self.latest = vec![0; plan.sample_rows.len()];
+            for (_, garbage) in &mut self.flight {
+                *garbage = true; // its rows run for nothing, behind a step that wrote nothing
+            }
             self.stores.extend(self.scheduler.take_stores());
-            return true;
+            self.scheduler.check().unwrap();
+            return;
         }
         let tokens = self.run_rows(&plan, garbage);
-        let report = self.scheduler.commit(plan.epoch, &tokens, &[], 0).unwrap();
+        let stops: Vec<bool> = (0..tokens.len())
+            .map(|i| stops >> (i % 8) & 1 == 1)
+            .collect();
+        let report = self
+            .scheduler
+            .commit(plan.epoch, &tokens, &stops, 0)
+            .unwrap();
         for (i, &row) in plan.sample_rows.iter().enumerate() {
             if report.accepted[i] {
                 let id = plan.request_ids[usize::try_from(row).unwrap()];
@@ -236,9 +327,16 @@ impl Machine {
                 self.known.get_mut(&id).unwrap().push(token);
             }
         }
+        self.latest = tokens;
         self.stores.extend(self.scheduler.take_stores());
         self.scheduler.check().unwrap();
-        true
+    }
+
+    fn abort(&mut self, back: u64) {
+        if let Some(id) = self.next_id.checked_sub(back + 1) {
+            let aborted = self.scheduler.abort(RequestId(id), 0);
+            assert_eq!(aborted, aborted && self.aborted.insert(id));
+        }
     }
 
     /// Copies of the step, and whether one of them failed: rows that depend on it then read
@@ -293,16 +391,20 @@ impl Machine {
             let span = at(&plan.token_offsets, row);
             let known = &self.known[&plan.request_ids[row]];
             let start = usize::try_from(plan.starts[row]).unwrap();
-            let tokens: Vec<u32> = plan.token_ids[span.clone()]
-                .iter()
-                .map(|&token| u32::try_from(token).unwrap())
-                .collect();
+            let token = |at: usize| match usize::try_from(plan.token_sources[at]) {
+                Ok(source) => u32::try_from(self.latest[source]).unwrap(),
+                Err(_) => u32::try_from(plan.token_ids[at]).unwrap(),
+            };
+            let mut tokens = known[..start].to_vec();
+            tokens.extend(span.map(token));
+            // The token of a row that runs for nothing became nobody's.
+            let common = tokens.len().min(known.len());
             assert_eq!(
-                tokens,
-                known[start..start + span.len()],
+                tokens[..common],
+                known[..common],
                 "the row's tokens are its own"
             );
-            hashes.push(prefixes(&known[..start + span.len()]));
+            hashes.push(prefixes(&tokens));
         }
         for layer in 0..self.setup.layers {
             if let Some(window) = &plan.copies.window {
@@ -381,7 +483,7 @@ impl Machine {
     fn drain(&mut self) {
         let mut idle = 0;
         for _ in 0..200_000 {
-            let ran = self.step(|| false, false);
+            let ran = self.step(|| false, How::default());
             while !self.stores.is_empty() {
                 self.end_store(0, true);
             }
@@ -436,13 +538,26 @@ enum Op {
     },
     Step {
         fails: u8,
-        broken: bool,
+        how: How,
     },
     Abort(u64),
     EndStore {
         at: usize,
         ok: bool,
     },
+}
+
+fn how() -> impl Strategy<Value = How> {
+    let abort = proptest::option::weighted(0.1, 0..6u64);
+    let stops = prop_oneof![8 => Just(0u8), 1 => any::<u8>()];
+    (proptest::bool::weighted(0.7), 0..60u8, abort, stops).prop_map(
+        |(ahead, broken, abort, stops)| How {
+            ahead,
+            broken: broken == 0,
+            abort,
+            stops,
+        },
+    )
 }
 
 fn op() -> impl Strategy<Value = Op> {
@@ -452,7 +567,7 @@ fn op() -> impl Strategy<Value = Op> {
                 family, shared: shared * 64 + shared, own, salt, max_tokens, low,
             }
         ),
-        12 => (0..20u8, 0..60u8).prop_map(|(fails, broken)| Op::Step { fails, broken: broken == 0 }),
+        12 => (0..20u8, how()).prop_map(|(fails, how)| Op::Step { fails, how }),
         1 => (0..12u64).prop_map(Op::Abort),
         5 => (0..8usize, 0..10u8).prop_map(|(at, ok)| Op::EndStore { at, ok: ok > 0 }),
     ]
@@ -496,7 +611,6 @@ fn setup() -> impl Strategy<Value = Setup> {
 
 fn run(setup: Setup, ops: Vec<Op>) {
     let mut machine = Machine::new(setup);
-    let mut ended = std::collections::BTreeSet::new();
     for op in ops {
         match op {
             Op::Submit {
@@ -514,19 +628,16 @@ fn run(setup: Setup, ops: Vec<Op>) {
                 };
                 machine.submit(prompt(family, shared, own, salt), max_tokens, class);
             }
-            Op::Step { fails, broken } => {
+            Op::Step { fails, how } => {
                 let mut count = 0;
                 let fails = move || {
                     count += 1;
                     fails != 0 && count % (u32::from(fails) + 1) == 1 && fails < 4
                 };
-                machine.step(fails, broken);
+                machine.step(fails, how);
             }
             Op::Abort(back) => {
-                if let Some(id) = machine.next_id.checked_sub(back + 1) {
-                    let aborted = machine.scheduler.abort(RequestId(id), 0);
-                    assert_eq!(aborted, aborted && ended.insert(id));
-                }
+                machine.abort(back);
             }
             Op::EndStore { at, ok } => {
                 if !machine.stores.is_empty() {

@@ -1,5 +1,7 @@
 //! The scheduler as its documentation tells it: lists, linear scans, no indices.
 
+use std::collections::VecDeque;
+
 use super::*;
 
 #[derive(Clone, Debug)]
@@ -25,8 +27,8 @@ struct PlannedRow {
 enum Slot {
     Free,
     Used,
-    /// Given back while the step in flight may still touch it.
-    Fenced,
+    /// Given back while the steps up to this one may still touch it.
+    Fenced(u64),
 }
 
 #[derive(Clone, Debug)]
@@ -35,7 +37,9 @@ pub(super) struct Model {
     slots: Vec<Slot>,
     /// In order of arrival.
     live: Vec<Live>,
-    in_flight: Option<Vec<PlannedRow>>,
+    /// With their numbers, oldest first.
+    in_flight: VecDeque<(u64, Vec<PlannedRow>)>,
+    /// Number of the latest step.
     pub(super) epoch: u64,
     /// Oldest first.
     results: Vec<RequestResult>,
@@ -52,7 +56,7 @@ impl Model {
             config,
             slots: vec![Slot::Free; slots],
             live: Vec::new(),
-            in_flight: None,
+            in_flight: VecDeque::new(),
             epoch: 0,
             results: Vec::new(),
             next_auto_id: 0,
@@ -110,7 +114,7 @@ impl Model {
 
     pub(super) fn plan(&mut self) -> Result<Option<Vec<Row>>> {
         self.check_open()?;
-        if self.in_flight.is_some() {
+        if !self.in_flight.is_empty() {
             return Ok(None);
         }
         let mut order: Vec<usize> = (0..self.live.len()).collect();
@@ -165,13 +169,66 @@ impl Model {
                 samples,
             }
         });
-        self.in_flight = Some(in_flight.collect());
+        self.in_flight.push_back((self.epoch, in_flight.collect()));
         Ok(Some(rows))
     }
 
-    /// Rows to sample in the step in flight.
+    pub(super) fn plan_ahead(&mut self, epoch: Epoch) -> Result<Option<Vec<Row>>> {
+        let alone = self.in_flight.len() == 1;
+        self.check_epoch(epoch)?;
+        if !alone {
+            return Err(Error::StalePlan { epoch });
+        }
+        let before = &self.in_flight[0].1;
+        let running: Vec<&Live> = self.live.iter().filter(|r| r.slot.is_some()).collect();
+        let in_step = |live: &&Live| before.iter().any(|row| row.arrival == live.arrival);
+        let steady = before.iter().all(|row| row.samples)
+            && running.iter().all(|live| live.decodes())
+            && running.iter().all(in_step);
+        let (mut rows, mut planned) = (Vec::new(), Vec::new());
+        for (source, row) in before.iter().enumerate() {
+            let Some(live) = running.iter().find(|live| live.arrival == row.arrival) else {
+                continue;
+            };
+            if live.generated.len() + 1 == self.most(live) {
+                continue;
+            }
+            rows.push(Row {
+                id: live.id.0,
+                slot: u32::try_from(live.slot.unwrap()).unwrap(),
+                start: live.computed + 1,
+                tokens: vec![0],
+                sample: Some(live.generated.len() + 1),
+                decode: true,
+                source: Some(source),
+            });
+            planned.push(row.clone());
+        }
+        let slot_comes = self.slots.iter().any(|&slot| slot != Slot::Used);
+        let somebody_starts = self.waiting() > 0 && (slot_comes || rows.len() < running.len());
+        if !steady || somebody_starts || rows.is_empty() {
+            return Ok(None);
+        }
+        self.epoch += 1;
+        self.stats.steps += 1;
+        self.in_flight.push_back((self.epoch, planned));
+        Ok(Some(rows))
+    }
+
+    /// Tokens a request can generate.
+    fn most(&self, live: &Live) -> usize {
+        let context_left = self.config.max_context - live.spec.prompt.len();
+        context_left.min(live.spec.sampling.max_tokens as usize)
+    }
+
+    /// Number of the step to end next, the latest if none is in flight.
+    pub(super) fn oldest(&self) -> Epoch {
+        Epoch(self.in_flight.front().map_or(self.epoch, |step| step.0))
+    }
+
+    /// Rows to sample in the oldest step in flight.
     pub(super) fn samples(&self) -> usize {
-        let rows = self.in_flight.iter().flatten();
+        let rows = self.in_flight.iter().take(1).flat_map(|step| &step.1);
         rows.filter(|row| row.samples).count()
     }
 
@@ -228,6 +285,7 @@ impl Model {
         token: u32,
         stop: bool,
     ) -> Option<(FinishReason, Option<String>)> {
+        let most = self.most(&self.live[at]);
         let request = &mut self.live[at];
         let sampling = &request.spec.sampling;
         let may_stop = request.generated.len() >= sampling.min_tokens as usize;
@@ -235,10 +293,9 @@ impl Model {
         request.stamps.first_token_ns.get_or_insert(self.now);
         self.stats.generated_tokens += 1;
         let generated = request.generated.len();
-        let context_left = self.config.max_context - request.spec.prompt.len();
         if stop || (may_stop && sampling.stop_token_ids.contains(&token)) {
             Some((FinishReason::Stop, None))
-        } else if generated == context_left.min(sampling.max_tokens as usize) {
+        } else if generated == most {
             Some((FinishReason::Length, None))
         } else {
             None
@@ -331,15 +388,19 @@ impl Model {
 
     /// Free, in use, finishing.
     pub(super) fn slot_counts(&self) -> [usize; 3] {
-        [Slot::Free, Slot::Used, Slot::Fenced]
-            .map(|state| self.slots.iter().filter(|&&slot| slot == state).count())
+        let count = |is: fn(&Slot) -> bool| self.slots.iter().filter(|slot| is(slot)).count();
+        [
+            count(|slot| *slot == Slot::Free),
+            count(|slot| *slot == Slot::Used),
+            count(|slot| matches!(slot, Slot::Fenced(_))),
+        ]
     }
 
     fn end(&mut self, at: usize, reason: FinishReason, message: Option<String>) {
         let request = self.live.remove(at);
         if let Some(slot) = request.slot {
-            let fenced = self.in_flight.is_some();
-            self.slots[slot] = if fenced { Slot::Fenced } else { Slot::Free };
+            let newest = self.in_flight.back();
+            self.slots[slot] = newest.map_or(Slot::Free, |step| Slot::Fenced(step.0));
         }
         match reason {
             FinishReason::Stop => self.stats.finished_stop += 1,
@@ -369,16 +430,17 @@ impl Model {
     }
 
     fn retire(&mut self) -> Vec<PlannedRow> {
+        let (epoch, rows) = self.in_flight.pop_front().unwrap();
         for slot in &mut self.slots {
-            if *slot == Slot::Fenced {
+            if *slot == Slot::Fenced(epoch) {
                 *slot = Slot::Free;
             }
         }
-        self.in_flight.take().unwrap()
+        rows
     }
 
     fn check_epoch(&self, epoch: Epoch) -> Result<()> {
-        if self.in_flight.is_some() && epoch.0 == self.epoch {
+        if self.in_flight.front().is_some_and(|step| epoch.0 == step.0) {
             return Ok(());
         }
         Err(Error::StalePlan { epoch })
@@ -414,6 +476,7 @@ impl Live {
             tokens: text[self.computed..end].to_vec(),
             sample: (end == text.len()).then_some(self.generated.len()),
             decode: self.decodes(),
+            source: None,
         }
     }
 }
