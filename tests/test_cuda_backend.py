@@ -12,7 +12,8 @@ import torch
 from headrace import ConfigError, Engine, EngineConfig
 from headrace._core import CudaDevice, SamplingSpec, build_plan
 from headrace.backends.cuda import gemm, many_rows
-from headrace.backends.cuda.loader import require_gpu
+from headrace.backends.cuda.kernel import Parameters
+from headrace.backends.cuda.loader import KernelError, require_gpu
 from headrace.backends.cuda.memory import step_bytes
 from headrace.backends.cuda.step_arrays import StepArrays, StepShape, shape_of
 from headrace.backends.select import choose_device
@@ -131,6 +132,27 @@ def test_sizes_with_other_bits_are_left_out(monkeypatch):
     weight = torch.randint(-8, 8, (8, 32)).float()  # exact in any order
     assert many_rows.ManyRows(fixed=True).probe(weight) == (64, 128, 1024, 2048)
     assert many_rows.ManyRows(fixed=False).probe(weight) == many_rows.SIZES
+
+
+def test_parameters_are_where_the_driver_is_told():
+    """Structs at multiples of 128 bytes, everything else as its own eight bytes."""
+    maps = [bytes(range(128)), bytes(reversed(range(128)))]
+    first = [maps[0], 2**47 + 3, np.float32(0.1), maps[1], -1, 7]
+    last = [maps[1], 5, np.float32(-2.5), maps[0], 2**62, 0]
+    parameters = Parameters(first)
+    for args in (first, last):
+        parameters.write(args)
+        for arg, address in zip(args, parameters.addresses, strict=True):
+            if isinstance(arg, bytes):
+                assert address % 128 == 0
+                assert ctypes.string_at(address, 128) == arg
+            elif isinstance(arg, int):
+                assert ctypes.c_int64.from_address(address).value == arg
+            else:
+                assert ctypes.c_float.from_address(address).value == arg
+    for wrong in (last[:-1], [last[0][:-1], *last[1:]], [*last[:-1], 0.5]):
+        with pytest.raises(KernelError):
+            parameters.write(wrong)
 
 
 @pytest.mark.parametrize("silu_mul", [False, True])

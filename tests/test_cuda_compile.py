@@ -85,15 +85,16 @@ class Asked:
         epilogue = Epilogue.NONE if residual is None else Epilogue.RESIDUAL
         return self._product(x, weight, epilogue, wide, same_input)
 
-    def linear_silu_mul(self, x, weight, *, decode_rows):
-        return self._product(x, weight, Epilogue.SILU_MUL, False)[:, : weight.shape[0] // 2]
+    def mlp(self, x, gate_up, down, *, decode_rows, residual):
+        product = self._product(x, gate_up, Epilogue.SILU_MUL, False)[:, : gate_up.shape[0] // 2]
+        return self.linear(product, down, decode_rows=decode_rows, residual=residual)
 
     def _product(self, x, weight, epilogue, wide, same_input=False):
         codes = isinstance(weight, BlockFp8Weight)
         self.products.add(Product(*weight.shape, codes, epilogue, wide, same_input))
         return x.new_empty(x.shape[0], weight.shape[0])
 
-    def embed(self, ids, table):
+    def embed(self, ids, table, feed):
         return table.new_empty(len(ids), table.shape[1])
 
     def rms_norm(self, x, weight, eps):

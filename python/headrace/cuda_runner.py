@@ -12,6 +12,7 @@ device are those of the step `_tokens_of`, if there is one. No locks: calls must
 """
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -95,8 +96,8 @@ class CudaRunner(ModelRunner):
     max_rows: most decode rows of a step. max_context: most tokens of a row. graphs: capture a graph
     for every decode width, now.
 
-    Work goes to a stream of its own, `stream`, which copies to and from the pools are ordered
-    against; it is behind what the caller's stream was given, and the caller's stream behind it.
+    Work goes to a stream that runners share, `stream`, which copies to and from the pools are
+    ordered against; it is behind what the caller's stream was given, and that one behind it.
     """
 
     stream: torch.cuda.Stream
@@ -113,7 +114,7 @@ class CudaRunner(ModelRunner):
     ) -> None:
         super().__init__(model, kv, state)
         self._device = kv.device
-        self.stream = torch.cuda.Stream(kv.device)  # type: ignore[no-untyped-call]  # torch's
+        self.stream = _stream(kv.device)
         self._widths = sorted({decode_width(rows) for rows in range(1, max_rows + 1)})
         widest = self._widths[-1]
         self._table_pages = -(-max_context // kv.page_tokens)
@@ -334,6 +335,12 @@ class CudaRunner(ModelRunner):
         logits = self.model.forward(batch, self.kv, self.state)
         self._argmax(logits, out=self._tokens[:width])
         self._logits[:width].copy_(logits)
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all runners of a device: libraries keep memory for every stream they meet."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
 
 
 def _event() -> torch.cuda.Event:

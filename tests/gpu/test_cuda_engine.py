@@ -206,7 +206,8 @@ def test_fp8_weights(fp8_model, monkeypatch):
     monkeypatch.setattr(many_rows, "takes_codes", lambda weight: False)
     with Engine(config) as engine:
         for a, b in zip(alone(engine, prompts, 1)[1], coded[1], strict=True):
-            assert relative(b[0], a[0]) < 0.15
+            # Three bits of mantissa in every product of four layers; a wrong scale gives above 1.
+            assert relative(b[0], a[0]) < 0.2
 
 
 @pytest.mark.parametrize("graphs", [True, False])

@@ -140,19 +140,16 @@ def test_products_of_many_rows(kind):
         assert torch.equal(part, added[first:last])
 
 
-def test_the_gate_of_prompts_is_applied_by_the_next_product():
+def test_an_mlp_of_codes_has_the_bits_of_its_parts():
     backend = CudaBackend(DEVICE)
     gate_up, down = (quantise(noise(rows, 1024, seed=rows) / 32) for rows in (2048, 1024))
     x, residual = noise(300, 1024, dtype=BF16), noise(300, 1024, dtype=BF16, seed=1)
     separate = fused.silu_mul(backend.linear(x, gate_up))
     expected = backend.linear(separate, down, residual=residual.clone())
-    product = backend.linear_silu_mul(x, gate_up)
-    assert product.shape == (300, 2048)
-    assert torch.equal(backend.linear(product, down, residual=residual.clone()), expected)
-    # Beside decode rows the gate is applied at once; prompts keep their bits.
-    product = backend.linear_silu_mul(x, gate_up, decode_rows=3)
-    assert product.shape == (300, 1024)
-    mixed = backend.linear(product, down, decode_rows=3, residual=residual.clone())
+    out = backend.mlp(x, gate_up, down, decode_rows=0, residual=residual.clone())
+    assert torch.equal(out, expected)
+    # Beside decode rows the gate has a launch of its own; prompts keep their bits.
+    mixed = backend.mlp(x, gate_up, down, decode_rows=3, residual=residual.clone())
     assert torch.equal(mixed[3:], expected[3:])
     assert relative(mixed[:3], expected[:3]) < 0.1
 

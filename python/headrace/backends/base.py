@@ -98,10 +98,20 @@ class Backend(Protocol):
         """
         ...
 
-    def linear_silu_mul(
-        self, x: torch.Tensor, weight: Weight, *, decode_rows: int = 0
+    def mlp(
+        self,
+        x: torch.Tensor,
+        gate_up: Weight,
+        down: Weight,
+        *,
+        decode_rows: int,
+        residual: torch.Tensor,
     ) -> torch.Tensor:
-        """`silu_mul` of the product with gate and up in one packed weight -> `[rows, out / 2]`."""
+        """`residual + down(silu(gate) * up)` `[rows, hidden]` with gate and up in one weight.
+
+        The product of gate and up is rounded, `silu_mul` as it says. decode_rows, residual: as in
+        `linear`.
+        """
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -154,13 +154,8 @@ class CudaBackend:
         wide: bool = False,
         same_input: bool = False,
     ) -> torch.Tensor:
-        """Decode rows by `SkinnyGemm`, the others by library products; both of one storage.
-
-        x may be what `linear_silu_mul` returns with its gate still to be applied.
-        """
+        """Decode rows by `SkinnyGemm`, the others by library products; both of one storage."""
         few = self._few_rows(x, decode_rows)
-        if few and _is_gated(x, weight):
-            x = fused.silu_mul(x)
         if few == x.shape[0]:
             return self._skinny(x, weight, residual=residual, wide=wide, same_input=same_input)
         if not few:
@@ -169,23 +164,24 @@ class CudaBackend:
         decoded = self._skinny(x[:few], weight, residual=rests[0], wide=wide)
         return torch.cat((decoded, self._library(x[few:], weight, rests[1], wide)))
 
-    def linear_silu_mul(
-        self, x: torch.Tensor, weight: Weight, *, decode_rows: int = 0
+    def mlp(
+        self,
+        x: torch.Tensor,
+        gate_up: Weight,
+        down: Weight,
+        *,
+        decode_rows: int,
+        residual: torch.Tensor,
     ) -> torch.Tensor:
-        """Product and gate, in one launch for decode rows.
-
-        For rows of prompts alone and codes the result is `[rows, out]`: `linear`, which knows it by
-        its width, applies the gate where it makes codes of its input.
-        """
+        """Decode rows: product and gate in one launch. Prompts alone: gate and codes in one."""
         few = self._few_rows(x, decode_rows)
-        if not few and isinstance(weight, BlockFp8Weight):
-            return self._many.linear(x, weight)
-        parts = []
-        if few:
-            parts.append(self._skinny_silu_mul(x[:few], weight))
+        if not few:
+            return self._many.linear(self._many.linear(x, gate_up), down, residual, gated=True)
+        parts = [self._skinny_silu_mul(x[:few], gate_up)]
         if few < x.shape[0]:
-            parts.append(fused.silu_mul(self._many.linear(x[few:], weight)))
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+            parts.append(fused.silu_mul(self._many.linear(x[few:], gate_up)))
+        product = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return self.linear(product, down, decode_rows=decode_rows, residual=residual)
 
     def _few_rows(self, x: torch.Tensor, decode_rows: int) -> int:
         """Leading rows that the kernels for a few rows take."""
@@ -223,7 +219,7 @@ class CudaBackend:
     def _library(
         self, x: torch.Tensor, weight: Weight, residual: torch.Tensor | None, wide: bool
     ) -> torch.Tensor:
-        out = self._many.linear(x, weight, residual, gated=_is_gated(x, weight))
+        out = self._many.linear(x, weight, residual)
         return out.float() if wide else out
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -451,11 +447,6 @@ class CudaBackend:
 def _is_skinny(weight: Weight, row_unit: int = _ROW_UNIT) -> bool:
     rows, columns = weight.shape
     return rows % row_unit == 0 and columns % _COLUMN_UNIT == 0
-
-
-def _is_gated(x: torch.Tensor, weight: Weight) -> bool:
-    """Whether x is gate and up, whose `silu_mul` the matrix is to be multiplied with."""
-    return x.shape[1] == 2 * weight.shape[1]
 
 
 def _qk_norm(q_norm: Norm, k_norm: Norm) -> QKNorm:

@@ -97,11 +97,18 @@ class TorchBackend:
             out = residual + out
         return out.float() if wide else out
 
-    def linear_silu_mul(
-        self, x: torch.Tensor, weight: Weight, *, decode_rows: int = 0
+    def mlp(
+        self,
+        x: torch.Tensor,
+        gate_up: Weight,
+        down: Weight,
+        *,
+        decode_rows: int,
+        residual: torch.Tensor,
     ) -> torch.Tensor:
-        """Product, then `silu_mul`."""
-        return self.silu_mul(self._linear(x, weight))
+        """The three operations after one another."""
+        product = self.silu_mul(self._linear(x, gate_up))
+        return self.linear(product, down, decode_rows=decode_rows, residual=residual)
 
     def _linear(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         rows = x.shape[0]

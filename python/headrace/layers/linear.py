@@ -49,12 +49,6 @@ class Linear:
         ]
         return torch.cat(parts, dim=-1)
 
-    def silu_mul(self, x: torch.Tensor, *, decode_rows: int = 0) -> torch.Tensor:
-        """Of fused gate and up: `[rows, in] -> [rows, out / 2]`."""
-        if len(self.weights) == 1:
-            return self._backend.linear_silu_mul(x, self.weights[0], decode_rows=decode_rows)
-        return self._backend.silu_mul(self.forward(x, decode_rows=decode_rows))
-
 
 def _merged(weights: Sequence[Weight]) -> list[Weight]:
     if len(weights) == 1:

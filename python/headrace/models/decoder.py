@@ -23,13 +23,18 @@ from headrace.models.tensors import TensorSource, WeightReader
 
 
 class _Mlp:
-    def __init__(self, weights: WeightReader) -> None:
+    def __init__(self, weights: WeightReader, backend: Backend) -> None:
+        self._backend = backend
         self._gate_up = weights.linear("mlp.gate_proj", "mlp.up_proj")
         self._down = weights.linear("mlp.down_proj")
 
     def forward(self, x: torch.Tensor, step: Step, residual: torch.Tensor) -> torch.Tensor:
         rows = step.batch.num_decode
-        product = self._gate_up.silu_mul(x, decode_rows=rows)
+        gate_up = self._gate_up.weights
+        if len(gate_up) == 1:
+            down = self._down.weights[0]
+            return self._backend.mlp(x, gate_up[0], down, decode_rows=rows, residual=residual)
+        product = self._backend.silu_mul(self._gate_up.forward(x, decode_rows=rows))
         return self._down.forward(product, decode_rows=rows, residual=residual)
 
 
@@ -47,7 +52,7 @@ class _Layer:
         else:
             self._mixer = LinearMixer(config, index, weights, backend)
         self._mlp_norm = weights.norm("post_attention_layernorm", config)
-        self._mlp = _Mlp(weights)
+        self._mlp = _Mlp(weights, backend)
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         x = self._mixer.forward(self._input_norm.forward(x), step, x)

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from headrace.backends.base import DeltaWeights
-from headrace.backends.cuda.early import early_kernel
 from headrace.backends.cuda.gemm import ELEMENTS
-from headrace.backends.cuda.loader import Function, Variant, launch, load
+from headrace.backends.cuda.kernel import Kernel
+from headrace.backends.cuda.loader import Variant, load, load_kernel
 from headrace.errors import ConfigError
 from headrace.models.hybrid_config import DELTA_CHUNK, LinearAttention
 
@@ -86,7 +86,7 @@ class DeltaStep:
         contiguous, rows strided. conv, state: one layer of each pool, `[slots, channels, 3]` and
         fp32 `[slots, Hv, dv, dk]`; slots: int64 `[B]`, no slot twice, negative for padding.
         settled: both states were written before a copy or kernel that does not start early, see
-        `early`. Returns `[B, Hv * dv]`, zeros for padding.
+        `kernel`. Returns `[B, Hv * dv]`, zeros for padding.
 
         Raises
         ------
@@ -100,7 +100,7 @@ class DeltaStep:
         kernel = self._few if rows <= _FEW_ROWS else self._many
         if rows:
             device = torch.cuda.current_device()
-            early_kernel(kernel.source, "delta_step", 0, device).launch(
+            load_kernel(kernel.source, "delta_step", device, early=True).launch(
                 (kernel.group * kernel.split, self._sizes.key_heads, rows),
                 32 * kernel.warps,
                 (
@@ -115,7 +115,7 @@ class DeltaStep:
                     weights.a_log.data_ptr(),
                     weights.dt_bias.data_ptr(),
                     weights.norm.data_ptr(),
-                    np.float32(weights.eps).tobytes(),
+                    np.float32(weights.eps),
                     conv.data_ptr(),
                     state.data_ptr(),
                     slots.data_ptr(),
@@ -269,10 +269,9 @@ class DeltaPrefill:
         group = sizes.value_heads // sizes.key_heads
         kernel = self._kernel
         parallel, serial = _prefill_functions(kernel)
-        launch(
-            parallel,
+        parallel.launch(
             (chunks, sizes.value_heads),
-            (_PREFILL_THREADS,),
+            _PREFILL_THREADS,
             (
                 q.data_ptr(),
                 k.data_ptr(),
@@ -285,12 +284,10 @@ class DeltaPrefill:
                 tokens,
                 group,
             ),
-            kernel.shared_bytes[0],
         )
-        launch(
-            serial,
+        serial.launch(
             (sizes.value_head_dim // kernel.slice, sizes.value_heads),
-            (2 * kernel.slice,),
+            2 * kernel.slice,
             (
                 q.data_ptr(),
                 k.data_ptr(),
@@ -306,7 +303,6 @@ class DeltaPrefill:
                 group,
                 int(initial),
             ),
-            kernel.shared_bytes[1],
         )
 
     def _check(self, *tensors: torch.Tensor) -> None:
@@ -380,7 +376,7 @@ class _PrefillKernel:
 
 
 @functools.cache
-def _prefill_functions(kernel: _PrefillKernel) -> tuple[Function, Function]:
+def _prefill_functions(kernel: _PrefillKernel) -> tuple[Kernel, Kernel]:
     source, (parallel, serial) = kernel.source, kernel.shared_bytes
     module = load(source.file, names=source.names, defines=dict(source.defines))
     return (

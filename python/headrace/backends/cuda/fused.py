@@ -1,16 +1,18 @@
 """Norms, gates and the embedding of a decode step, one launch each.
 
 They give what the operations of the same name of the torch backend give; products and roundings
-come in the same places. Each starts while the kernel ahead of it ends, see `early`. No state, no
+come in the same places. Each starts while the kernel ahead of it ends, see `kernel`. No state, no
 locks.
 """
+
+import functools
 
 import numpy as np
 import torch
 
-from headrace.backends.cuda.early import early_kernel
 from headrace.backends.cuda.gemm import ELEMENTS
-from headrace.backends.cuda.loader import Variant
+from headrace.backends.cuda.kernel import Argument, Kernel
+from headrace.backends.cuda.loader import Variant, load_kernel
 from headrace.errors import ConfigError
 
 _NAMES = ("rms_norm", "rms_norm_wide", "silu_mul", "sigmoid_gate", "embed")
@@ -191,7 +193,7 @@ def _norm(
                 weight.data_ptr(),
                 out.data_ptr(),
                 out.stride(0),
-                np.float32(eps).tobytes(),
+                np.float32(eps),
                 width,
             ),
         )
@@ -225,10 +227,14 @@ def _launch(
     name: str,
     grid: tuple[int, ...],
     block: int,
-    args: tuple[int | bytes, ...],
+    args: tuple[Argument, ...],
 ) -> None:
-    kernel = early_kernel(_source(dtype), name, 0, torch.cuda.current_device())
-    kernel.launch(grid, block, args)
+    _kernel(dtype, name, torch.cuda.current_device()).launch(grid, block, args)
+
+
+@functools.cache
+def _kernel(dtype: torch.dtype, name: str, device: int) -> Kernel:
+    return load_kernel(_source(dtype), name, device, early=True)
 
 
 VARIANTS = tuple(_source(dtype) for dtype in ELEMENTS)

@@ -12,12 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from headrace.backends.cuda.early import early_kernel
-from headrace.backends.cuda.loader import Function, Variant, launch, load
+from headrace.backends.cuda.kernel import Kernel
+from headrace.backends.cuda.loader import Variant, load_kernel
 from headrace.backends.cuda.tensor_map import matrix_map, rows_map
 from headrace.errors import ConfigError
 from headrace.layers.block_fp8 import BlockFp8Weight
@@ -237,8 +235,8 @@ class SkinnyGemm:
     def __init__(self, device: torch.device, *, early: bool = False) -> None:
         self._early = early
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._maps: dict[tuple[int, ...], NDArray[np.void]] = {}
-        self._row_maps: dict[tuple[int, ...], NDArray[np.void]] = {}
+        self._maps: dict[tuple[int, ...], bytes] = {}
+        self._row_maps: dict[tuple[int, ...], bytes] = {}
 
     def linear(
         self,
@@ -322,15 +320,10 @@ class SkinnyGemm:
             columns,
             0 if scales is None else scales.shape[1],
         )
-        if self._early:
-            device = torch.cuda.current_device()
-            kernel = early_kernel(variant.source, "gemm_skinny", variant.shared_bytes, device)
-            kernel.launch((grid,), tiling.threads, (w_map.tobytes(), x_map.tobytes(), *args))
-            return
-        block = (tiling.threads,)
-        launch(_function(variant), (grid,), block, (w_map, x_map, *args), variant.shared_bytes)
+        kernel = _kernel(variant, torch.cuda.current_device(), self._early)
+        kernel.launch((grid,), tiling.threads, (w_map, x_map, *args))
 
-    def _matrix_map(self, matrix: torch.Tensor, box_rows: int) -> NDArray[np.void]:
+    def _matrix_map(self, matrix: torch.Tensor, box_rows: int) -> bytes:
         """Made once for an address and a shape, which is all that is in it."""
         key = (matrix.data_ptr(), *matrix.shape, matrix.element_size(), box_rows)
         found = self._maps.get(key)
@@ -338,7 +331,7 @@ class SkinnyGemm:
             found = self._maps[key] = matrix_map(matrix, box_rows)
         return found
 
-    def _rows_map(self, x: torch.Tensor, box_rows: int, column_bytes: int) -> NDArray[np.void]:
+    def _rows_map(self, x: torch.Tensor, box_rows: int, column_bytes: int) -> bytes:
         """Kept as well: the allocator hands out the same addresses step after step."""
         key = (x.data_ptr(), *x.shape, x.stride(0), box_rows, column_bytes)
         found = self._row_maps.get(key)
@@ -391,10 +384,9 @@ def _plain(
             f"{columns}] with a multiple of 4 columns"
         )
     if x.shape[0]:
-        launch(
-            load("gemm_plain.cu", names=("gemm_fp32",)).function("gemm_fp32"),
+        load_kernel(_PLAIN, "gemm_fp32", torch.cuda.current_device()).launch(
             (-(-rows // 8), -(-x.shape[0] // MAX_ROWS)),
-            (256,),
+            256,
             (
                 weight.data_ptr(),
                 x.data_ptr(),
@@ -410,10 +402,12 @@ def _plain(
 
 
 @functools.cache
-def _function(variant: GemmVariant) -> Function:
-    source = variant.source
-    module = load(source.file, names=source.names, defines=dict(source.defines))
-    return module.function("gemm_skinny", shared=variant.shared_bytes)
+def _kernel(variant: GemmVariant, device: int, early: bool) -> Kernel:
+    shared = variant.shared_bytes
+    return load_kernel(variant.source, "gemm_skinny", device, shared=shared, early=early)
+
+
+_PLAIN = Variant(file="gemm_plain.cu", names=("gemm_fp32",))
 
 
 def products_of(config: ModelConfig) -> set[Product]:
@@ -450,7 +444,7 @@ def _variants() -> tuple[Variant, ...]:
         if not (product.codes and dtype != torch.bfloat16)
         for rows in (1, MAX_ROWS)
     )
-    return (*dict.fromkeys(variants), Variant(file="gemm_plain.cu", names=("gemm_fp32",)))
+    return (*dict.fromkeys(variants), _PLAIN)
 
 
 VARIANTS = _variants()

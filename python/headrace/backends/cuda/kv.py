@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from headrace.backends.cuda.early import early_kernel
-from headrace.backends.cuda.loader import Function, launch, load_variant
+from headrace.backends.cuda.kernel import Kernel
+from headrace.backends.cuda.loader import load_kernel, load_variant
 from headrace.backends.cuda.nvrtc import Variant
 from headrace.errors import ConfigError
 from headrace.kv.formats import AUTO, FP8, INT8, K8V4, MODEL_DTYPES, KVFormat, positive
@@ -178,8 +178,8 @@ class KVKernels:
         kind = _kind(layout.kv_format)
         variant = _append_variant(_DTYPES[self._dtype], kind, self._head_dim)
         device = torch.cuda.current_device()
-        self._append = early_kernel(variant, variant.names[0], 0, device)
-        self._gathers: dict[torch.dtype, Function] = {}
+        self._append = load_kernel(variant, variant.names[0], device, early=True)
+        self._gathers: dict[torch.dtype, Kernel] = {}
         self._load_attention(kind)
         self._allocate_scratch()
 
@@ -262,7 +262,7 @@ class KVKernels:
                 0 if norm is None else norm.q.data_ptr(),
                 0 if norm is None else norm.k.data_ptr(),
                 0 if norm is None else 2 if norm.wide else 1,
-                np.float32(0.0 if norm is None else norm.eps).tobytes(),
+                np.float32(0.0 if norm is None else norm.eps),
                 0 if rotary is None else rotary.cos.data_ptr(),
                 0 if rotary is None else rotary.sin.data_ptr(),
                 positions.data_ptr(),
@@ -294,7 +294,7 @@ class KVKernels:
         q, out: `[B, query_heads, head_dim]` in the model dtype, B up to `max_rows`. table: int32
         `[B, max_pages]`; lengths: int32 `[B]`. A row of length 0 gets zeros, and neither its q nor
         its pages are read. The bits of a row depend on that row alone. settled: all but the last
-        token of a row was there before a copy or kernel that does not start early, see `early`.
+        token of a row was there before a copy or kernel that does not start early, see `kernel`.
         """
         rows = q.shape[0]
         assert rows <= self.max_rows, "rows fit the scratch"
@@ -370,10 +370,9 @@ class KVKernels:
         assert k_out.stride() == v_out.stride(), "one layout for both"
         assert k_out.stride(-1) == 1, "rows are contiguous"
         runs = -(-tokens // _GATHER_RUN) * self._kv_heads * 2
-        launch(
-            self._gather_function(k_out.dtype),
+        self._gather_function(k_out.dtype).launch(
             (-(-runs // _GATHER_WARPS),),
-            (32 * _GATHER_WARPS,),
+            32 * _GATHER_WARPS,
             (
                 *self._pages(layer, table.unsqueeze(0), low),
                 first,
@@ -435,16 +434,16 @@ class KVKernels:
         module = load_variant(variant)
         kernel, limits, merge = variant.names
         told = torch.empty(2, dtype=torch.int32, device=self.pool.device)
-        launch(module.function(limits), (1,), (1,), (told.data_ptr(),))
+        module.function(limits).launch((1,), 1, (told.data_ptr(),))
         self._shared_bytes: int
         self._shared_bytes, ctas = told.tolist()
         properties = torch.cuda.get_device_properties(self.pool.device)
         self._resident = properties.multi_processor_count * ctas
         device = torch.cuda.current_device()
         most_shared = self._shared_bytes + 8 * (self.max_rows + 1)
-        self._attention = early_kernel(variant, kernel, most_shared, device)
-        self._merge = early_kernel(variant, merge, 0, device)
-        self._score_scale = np.float32(math.log2(math.e) / math.sqrt(self._head_dim)).tobytes()
+        self._attention = load_kernel(variant, kernel, device, shared=most_shared, early=True)
+        self._merge = load_kernel(variant, merge, device, early=True)
+        self._score_scale = np.float32(math.log2(math.e) / math.sqrt(self._head_dim))
 
     def _allocate_scratch(self) -> None:
         pairs = self.max_rows * self._kv_heads
@@ -454,7 +453,7 @@ class KVKernels:
         self._sums = torch.empty((*partial, 2), device=device)
         self._drawn = torch.zeros(1, dtype=torch.int32, device=device)
 
-    def _gather_function(self, out: torch.dtype) -> Function:
+    def _gather_function(self, out: torch.dtype) -> Kernel:
         if out not in self._gathers:
             kind = _kind(self._format)
             if kind == "PLAIN" and out != self._dtype:

@@ -1,4 +1,4 @@
-"""Kernels on the device: compiled once a machine, loaded by CuPy, launched on torch's stream.
+"""Kernels on the device: compiled once a machine, loaded by CuPy.
 
 Machine code is kept in a folder under the hash of everything that decides it (whole source text,
 options, architecture, names, compiler version), so a second process does not compile. CuPy loads
@@ -12,12 +12,12 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
+from headrace.backends.cuda.kernel import Kernel
 from headrace.backends.cuda.nvrtc import (
     ARCH,
     CudaUnavailable,
@@ -28,10 +28,8 @@ from headrace.backends.cuda.nvrtc import (
     read_source,
 )
 
-__all__ = ["CudaUnavailable", "KernelError", "KernelModule", "Variant", "launch", "load"]
+__all__ = ["CudaUnavailable", "KernelError", "KernelModule", "Variant", "load"]
 
-# A loaded `cupy.cuda.Function`; untyped because CuPy is optional and has no types.
-Function: TypeAlias = Any
 _CAPABILITY = (9, 0)
 
 
@@ -42,10 +40,10 @@ class KernelModule:
         self._raw = raw
         self._symbols = symbols
 
-    def function(self, name: str, *, shared: int = 0) -> Function:
-        """The kernel of a name expression, ready for `launch`.
+    def function(self, name: str, *, shared: int = 0, early: bool = False) -> Kernel:
+        """The kernel of a name expression.
 
-        shared: largest dynamic shared memory a launch will ask for, bytes.
+        shared: largest dynamic shared memory a launch will ask for, bytes. early: see `kernel`.
 
         Raises
         ------
@@ -54,10 +52,8 @@ class KernelModule:
         """
         if name not in self._symbols:
             raise KernelError(f"kernel {name!r}: the module has {', '.join(self._symbols)}")
-        kernel = self._raw.get_function(self._symbols[name])
-        if shared:
-            kernel.max_dynamic_shared_size_bytes = shared
-        return kernel.kernel
+        function = self._raw.get_function(self._symbols[name]).kernel
+        return Kernel(function.ptr, function, shared, early=early)
 
 
 def load(
@@ -134,29 +130,12 @@ def _write_whole(path: Path, content: bytes) -> None:
     Path(temporary).replace(path)
 
 
-@dataclass(slots=True)
-class _Stream:
-    """What CuPy asks of a stream: its address."""
-
-    ptr: int
-
-
-def launch(
-    function: Function,
-    grid: tuple[int, ...],
-    block: tuple[int, ...],
-    args: tuple[object, ...],
-    shared: int = 0,
-) -> None:
-    """Launch on torch's current stream, also while a CUDA graph captures it.
-
-    args: addresses and integers as Python integers (the kernel takes the low bytes of its
-    parameter), floats as `numpy.float32`; the caller keeps the memory alive. A Python float would
-    arrive as a double.
-    """
-    device = torch.cuda.current_device()
-    stream = _Stream(torch._C._cuda_getCurrentRawStream(device))
-    function(grid, block, args, shared, stream)
+@functools.cache
+def load_kernel(
+    variant: Variant, name: str, _device: int, *, shared: int = 0, early: bool = False
+) -> Kernel:
+    """A kernel of a variant, made once for a device and its options. Raises as `load`."""
+    return load_variant(variant).function(name, shared=shared, early=early)
 
 
 @functools.cache

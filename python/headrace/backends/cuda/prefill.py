@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from headrace.backends.cuda.gemm import ELEMENTS
-from headrace.backends.cuda.loader import Function, Variant, launch, load
+from headrace.backends.cuda.kernel import Kernel
+from headrace.backends.cuda.loader import Variant, load
 from headrace.errors import ConfigError
 
 GROUP = 128  # columns of an activation that share a scale
@@ -42,10 +43,9 @@ def conv_prefill(
     if not tokens:
         return out
     functions = _functions(x.dtype)
-    launch(
-        functions["conv_prefill"],
+    functions["conv_prefill"].launch(
         (-(-channels // (_VECTOR * _CONV_THREADS)), -(-tokens // _RUN)),
-        (_CONV_THREADS,),
+        _CONV_THREADS,
         (
             x.data_ptr(),
             x.stride(0),
@@ -57,10 +57,9 @@ def conv_prefill(
             int(initial),
         ),
     )
-    launch(
-        functions["conv_keep"],
+    functions["conv_keep"].launch(
         (-(-channels // _THREADS),),
-        (_THREADS,),
+        _THREADS,
         (x.data_ptr(), x.stride(0), state.data_ptr(), tokens, channels, int(initial)),
     )
     return out
@@ -84,10 +83,9 @@ def gated_norm(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: floa
         raise ConfigError(f"gated norm: width {width}; accepted is 32, 64, 96 or 128")
     out = torch.empty(x.shape, dtype=z.dtype, device=x.device)
     if tokens:
-        launch(
-            _functions(z.dtype)["gated_norm"],
+        _functions(z.dtype)["gated_norm"].launch(
             (-(-tokens * heads // _WARPS),),
-            (_THREADS,),
+            _THREADS,
             (
                 x.data_ptr(),
                 z.data_ptr(),
@@ -131,10 +129,9 @@ def _quantise(name: str, x: torch.Tensor, columns: int) -> tuple[torch.Tensor, t
     codes = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty((columns // GROUP, rows), dtype=torch.float32, device=x.device)
     if rows:
-        launch(
-            _functions(x.dtype)[name],
+        _functions(x.dtype)[name].launch(
             (-(-columns // (_VECTOR * _THREADS)), -(-rows // _ROWS_EACH[name])),
-            (_THREADS,),
+            _THREADS,
             (x.data_ptr(), x.stride(0), codes.data_ptr(), scales.data_ptr(), rows, columns),
         )
     return codes, scales.t()
@@ -145,7 +142,7 @@ def _source(dtype: torch.dtype) -> Variant:
 
 
 @functools.cache
-def _functions(dtype: torch.dtype) -> dict[str, Function]:
+def _functions(dtype: torch.dtype) -> dict[str, Kernel]:
     source = _source(dtype)
     module = load(source.file, names=source.names, defines=dict(source.defines))
     return {name: module.function(name) for name in _NAMES}

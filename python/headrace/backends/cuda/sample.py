@@ -7,7 +7,8 @@ import functools
 
 import torch
 
-from headrace.backends.cuda.loader import Function, Variant, launch, load
+from headrace.backends.cuda.kernel import Kernel
+from headrace.backends.cuda.loader import Variant, load
 from headrace.errors import ConfigError
 
 # CTAs of a row: one row keeps most multiprocessors busy.
@@ -40,10 +41,9 @@ class Argmax:
         if out is None:
             out = torch.empty(rows, dtype=torch.int32, device=logits.device)
         if rows:
-            launch(
-                _function(),
+            _function().launch(
                 (_SPLITS, rows),
-                (_THREADS,),
+                _THREADS,
                 (
                     logits.data_ptr(),
                     logits.stride(0),
@@ -60,7 +60,7 @@ _SOURCE = Variant(file="sample.cu", names=("argmax",))
 
 
 @functools.cache
-def _function() -> Function:
+def _function() -> Kernel:
     return load(_SOURCE.file, names=_SOURCE.names).function("argmax")
 
 

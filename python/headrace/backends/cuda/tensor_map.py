@@ -6,11 +6,9 @@ libcuda is opened when the first map is made, so importing this needs no driver.
 import ctypes
 import functools
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from headrace.backends.cuda.loader import CudaUnavailable, KernelError
+from headrace.backends.cuda.nvrtc import CudaUnavailable, KernelError
 
 _MAP_BYTES = 128
 _MAP_ALIGNMENT = 64
@@ -23,7 +21,7 @@ _PROMOTE_256 = 3  # what L2 reads ahead, in bytes
 _ZEROS = 0  # outside
 
 
-def matrix_map(matrix: torch.Tensor, box_rows: int) -> NDArray[np.void]:
+def matrix_map(matrix: torch.Tensor, box_rows: int) -> bytes:
     """Map of a contiguous matrix in boxes of `box_rows` rows times 128 bytes, swizzled.
 
     A kernel takes it by value. It holds the address of the matrix and does not keep it alive.
@@ -40,7 +38,7 @@ def matrix_map(matrix: torch.Tensor, box_rows: int) -> NDArray[np.void]:
     return _encoded(matrix, _UINT8, (row_bytes, matrix.shape[0]), row_bytes, box, _SWIZZLE_128)
 
 
-def rows_map(x: torch.Tensor, box_rows: int, box_bytes: int) -> NDArray[np.void]:
+def rows_map(x: torch.Tensor, box_rows: int, box_bytes: int) -> bytes:
     """Map of rows `[rows, columns]`, strided or not, in boxes of at most 1024 bytes a row.
 
     Raises as `matrix_map`.
@@ -58,7 +56,7 @@ def _encoded(
     row_bytes: int,
     box: tuple[int, int],
     swizzle: int,
-) -> NDArray[np.void]:
+) -> bytes:
     buffer = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
     address = -(-ctypes.addressof(buffer) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
     status = driver().cuTensorMapEncodeTiled(
@@ -80,7 +78,7 @@ def _encoded(
             f"tensor map of {list(x.shape)} {x.dtype} with rows of {row_bytes} bytes in boxes of "
             f"{list(box)}: driver status {status}"
         )
-    return np.frombuffer(ctypes.string_at(address, _MAP_BYTES), dtype=f"V{_MAP_BYTES}")
+    return ctypes.string_at(address, _MAP_BYTES)
 
 
 @functools.cache
