@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.headrace-setup
-RUST := $(wildcard rust/*/src/*.rs rust/*/src/*/*.rs rust/*/Cargo.toml) Cargo.toml Cargo.lock
+RUST := $(shell find rust -name "*.rs" -o -name Cargo.toml) Cargo.toml Cargo.lock
 UV := $(BIN)/uv
 
 .PHONY: help setup build test test-rust loom lint fmt types stubs bench wheel soak clean
