@@ -125,7 +125,10 @@ class Kernel:
         self._owner = owner
         self._handle = ctypes.c_void_p(handle)
         self._shared_bytes = shared_bytes
-        if shared_bytes:
+        # The limit belongs to the code, which kernels of other engines share: it only grows.
+        limit = ctypes.c_int()
+        _check(driver().cuFuncGetAttribute(ctypes.byref(limit), _DYNAMIC_SHARED, self._handle))
+        if shared_bytes > limit.value:
             _check(driver().cuFuncSetAttribute(self._handle, _DYNAMIC_SHARED, shared_bytes))
         self._attribute = _Attribute(id=_PROGRAMMATIC, value=1)
         self._config = _Config(attributes=ctypes.pointer(self._attribute), count=int(early))
