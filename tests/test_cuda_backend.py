@@ -18,11 +18,13 @@ from headrace.backends.cuda.memory import step_bytes
 from headrace.backends.cuda.step_arrays import StepArrays, StepShape, shape_of
 from headrace.backends.select import choose_device
 from headrace.backends.torch_ops import TorchBackend
+from headrace.engine import _tier_bytes_beside
 from headrace.layers import block_fp8
 from headrace.loading.build import load_model
 from headrace.loading.resolve import resolve_model
 from headrace.models.batch import TokenFeed
 from headrace.models.known import KNOWN_CONFIGS
+from headrace.tiers import HostSizes
 
 SPEC = SamplingSpec()
 
@@ -271,6 +273,13 @@ def test_steps_on_a_gpu_are_counted_before_pools_are_made():
     more = options | {"max_batch_tokens": 1024}
     mixer = step_bytes(hybrid, slots=8, **more) - step_bytes(hybrid, slots=8, **options)
     assert mixer == 512 * ((3 * 10_240 + 3 * 6_144) * 2 + 6_144 * 4)
+
+
+def test_a_host_tier_takes_nothing_of_the_memory_of_a_gpu():
+    sizes = HostSizes(pages=1, snapshots=0, nbytes=2**40)
+    assert _tier_bytes_beside(torch.device("cuda:0"), sizes) == 0
+    assert _tier_bytes_beside(torch.device("cpu"), sizes) == 2**40
+    assert _tier_bytes_beside(torch.device("cpu"), None) == 0
 
 
 def test_pools_are_refused_where_steps_would_not_fit_beside_them(tiny_qwen3, monkeypatch):

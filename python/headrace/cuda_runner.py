@@ -12,8 +12,9 @@ device are those of the step `_tokens_of`, if there is one. No locks: calls must
 """
 
 import contextlib
-import functools
 import itertools
+import weakref
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -96,8 +97,8 @@ class CudaRunner(ModelRunner):
     max_rows: most decode rows of a step. max_context: most tokens of a row. graphs: capture a graph
     for every decode width, now.
 
-    Work goes to a stream that runners share, `stream`, which copies to and from the pools are
-    ordered against; it is behind what the caller's stream was given, and that one behind it.
+    Work goes to a stream of its own, `stream`, which copies to and from the pools are ordered
+    against; it is behind what the caller's stream was given, and that one behind it.
     """
 
     stream: torch.cuda.Stream
@@ -114,7 +115,8 @@ class CudaRunner(ModelRunner):
     ) -> None:
         super().__init__(model, kv, state)
         self._device = kv.device
-        self.stream = _stream(kv.device)
+        self.stream = _take_stream(kv.device)
+        weakref.finalize(self, _idle_streams[kv.device].append, self.stream)
         self._widths = sorted({decode_width(rows) for rows in range(1, max_rows + 1)})
         widest = self._widths[-1]
         self._table_pages = -(-max_context // kv.page_tokens)
@@ -337,10 +339,15 @@ class CudaRunner(ModelRunner):
         self._logits[:width].copy_(logits)
 
 
-@functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of all runners of a device: libraries keep memory for every stream they meet."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
+# Streams of runners that are gone, by device: libraries keep memory for every stream they meet.
+_idle_streams: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
+
+
+def _take_stream(device: torch.device) -> torch.cuda.Stream:
+    try:
+        return _idle_streams[device].pop()
+    except IndexError:
+        return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
 
 
 def _event() -> torch.cuda.Event:

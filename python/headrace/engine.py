@@ -137,7 +137,7 @@ class Engine:
         staging = min(config.max_batch_size, _MAX_STAGING) if host and host.snapshots else 0
         # Bytes beside weights and pools that steps are expected to take at most.
         self.step_bytes = self._step_bytes(dtype, page_tokens)
-        kept = (host.nbytes if host else 0) + self.step_bytes
+        kept = self.step_bytes + _tier_bytes_beside(self.device, host)
         _check_memory(
             layout.pool_bytes(pages, page_tokens),
             (config.max_batch_size + staging) * state_bytes,
@@ -642,13 +642,18 @@ def _tokenizer(loaded: LoadedModel) -> Tokenizer | None:
     )
 
 
+def _tier_bytes_beside(device: torch.device, host: HostSizes | None) -> int:
+    """Bytes that a host tier takes of the memory the pools are in: on a CPU it is the same."""
+    return host.nbytes if host is not None and device.type == "cpu" else 0
+
+
 def _check_memory(kv_bytes: int, state_bytes: int, available: int, kept: int) -> None:
     """Judge both pools together: memory reserved but never touched still counts as free.
 
-    kept: bytes that `available` leaves out, for the host tier and for steps.
+    kept: bytes that `available` leaves out, for steps and, on a CPU, for the host tier.
     """
     if kv_bytes + state_bytes > available:
-        beside = f" beside {kept:,} that are kept for steps and copies" if kept else ""
+        beside = f" beside {kept:,} that are kept for steps and the host tier" if kept else ""
         raise ConfigError(
             f"KV pools need {kv_bytes:,} bytes and state pools {state_bytes:,}, "
             f"{max(available, 0):,} are free{beside}; lower max_batch_size or max_context, or "

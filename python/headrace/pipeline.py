@@ -42,26 +42,34 @@ class _Step:
 class Pipeline:
     """Runs plans of one scheduler on one engine.
 
-    in_flight: plans that were neither committed nor failed, in the order in which they have to be.
+    in_flight: plans that were not committed or failed when they were yielded, oldest first.
     """
 
     def __init__(self, engine: Engine, scheduler: Scheduler) -> None:
         self.in_flight: list[StepPlan] = []
+        self._launched: list[_Step] = []
         self._engine = engine
+        self._tier = engine.tier
         self._scheduler = scheduler
 
     def run(self, plan: StepPlan) -> Iterator[Ended]:
         """Run a plan, and the steps that can be planned ahead of one another behind it.
 
         Each is yielded as it ends, in order, and has to be committed, or failed, before the next is
-        asked for. An error of a forward is yielded; those of the scheduler are raised.
+        asked for. What a launch or a forward raises is yielded; what planning raises is raised.
         """
         step: _Step | None = self._launch(plan, None)
         while step is not None:
             ahead = self._launch_ahead(step)
             yield _wait(step)
             self.in_flight.pop(0)
+            self._launched.pop(0)
             step = ahead
+
+    def drain(self) -> None:
+        """Wait for what is on the device, if nobody goes on with `run`."""
+        for step in self._launched:
+            _wait(step)
 
     def _launch_ahead(self, step: _Step) -> _Step | None:
         if step.pending is None or not step.pending.feeds_next:
@@ -72,16 +80,17 @@ class Pipeline:
     def _launch(self, plan: StepPlan, previous: Pending | None) -> _Step:
         self.in_flight.append(plan)
         try:
-            if previous is None and self._engine.tier is not None:
-                # What a preemption parks must be under way before its pages are wanted.
-                self._scheduler.start_stores(self._engine.tier.queue)
             if plan.has_copies:
                 pending: Pending = Finished(execute_plan(self._engine, self._scheduler, plan))
             else:
+                if previous is None and self._tier is not None:
+                    self._scheduler.start_stores(self._tier.queue)  # see `execute_plan`
                 pending = self._engine.launch(plan, previous)
+            step = _Step(plan, pending)
         except Exception as error:
-            return _Step(plan, error=error)
-        return _Step(plan, pending)
+            step = _Step(plan, error=error)
+        self._launched.append(step)
+        return step
 
 
 def _wait(step: _Step) -> Ended:
@@ -102,7 +111,8 @@ def execute_plan(engine: Engine, scheduler: Scheduler, plan: StepPlan) -> Sample
     if engine.tier is None:
         return engine.execute(plan)
     copies = engine.tier.queue
-    scheduler.start_stores(copies)  # see `_launch`
+    # What a preemption parks must be under way before its pages are wanted.
+    scheduler.start_stores(copies)
     gates = None
     if plan.has_copies:
         try:

@@ -235,7 +235,12 @@ def _passes(rows: NDArray[np.intp]) -> Iterator[NDArray[np.intp]]:
 
 
 def _index(rows: NDArray[np.intp], like: Tensor) -> Tensor:
-    return torch.from_numpy(rows).to(like.device)
+    return _upload(rows, like.device)
+
+
+def _upload(values: NDArray[np.generic], device: torch.device) -> Tensor:
+    """Copy to the device without waiting for what it runs: pageable memory is read at once."""
+    return torch.from_numpy(values).to(device, non_blocking=True)
 
 
 def _argmax(scores: Tensor) -> Tensor:
@@ -272,7 +277,7 @@ def _edit(scores: Tensor, batch: SamplingBatch, rows: NDArray[np.intp]) -> Tenso
         start, end = batch.banned_offsets[row : row + 2]
         banned_at.append(place * scores.shape[1] + batch.banned_tokens[start:end])
     at, in_answer, bans = (
-        torch.from_numpy(np.concatenate(part)).to(scores.device)
+        _upload(np.concatenate(part), scores.device)
         for part in (seen_at, seen_in_answer, banned_at)
     )
     if len(at):
@@ -299,7 +304,7 @@ def _penalize(
 
 
 def _column(values: NDArray[np.generic], rows: NDArray[np.intp], device: torch.device) -> Tensor:
-    return torch.from_numpy(values[rows]).to(device)[:, None]  # [R, 1]
+    return _upload(values[rows], device)[:, None]  # [R, 1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

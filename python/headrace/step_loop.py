@@ -209,6 +209,7 @@ class StepLoop:
         except BaseException as error:
             _LOG.exception("the engine thread died")
             reason = f"the engine thread died: {error!r}"
+            self._pipeline.drain()  # before the slots of its steps are free
             for plan in self._pipeline.in_flight:
                 with contextlib.suppress(HeadraceError):  # it may have been committed
                     self.scheduler.fail(plan, reason)  # frees the slots of the step

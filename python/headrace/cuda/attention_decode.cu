@@ -201,7 +201,8 @@ DEVICE void decode(const void* q, i64 q_row, i64 q_head, int io, const u8* k_cod
     };
     // The kernel ahead writes the queries, and K and V of the last token of a row alone.
     u32 entry = entry_of(work);
-    bool written = settled && work.split + 1 < work.splits;
+    // Scales come in words through L1, so that the sector of the last one must wait as well.
+    bool written = settled && work.split + (is_quantised(FMT) ? 2 : 1) < work.splits;
     if (written) start_item(entry);
     previous_kernel_ended();
     load_queries();

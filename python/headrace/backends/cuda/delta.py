@@ -13,7 +13,7 @@ import torch
 from headrace.backends.base import DeltaWeights
 from headrace.backends.cuda.gemm import ELEMENTS
 from headrace.backends.cuda.kernel import Kernel
-from headrace.backends.cuda.loader import Variant, load, load_kernel
+from headrace.backends.cuda.loader import Variant, load_kernel
 from headrace.errors import ConfigError
 from headrace.models.hybrid_config import DELTA_CHUNK, LinearAttention
 
@@ -268,7 +268,7 @@ class DeltaPrefill:
         chunks = -(-(offset + tokens) // DELTA_CHUNK)
         group = sizes.value_heads // sizes.key_heads
         kernel = self._kernel
-        parallel, serial = _prefill_functions(kernel)
+        parallel, serial = _prefill_kernels(kernel, torch.cuda.current_device())
         parallel.launch(
             (chunks, sizes.value_heads),
             _PREFILL_THREADS,
@@ -376,12 +376,11 @@ class _PrefillKernel:
 
 
 @functools.cache
-def _prefill_functions(kernel: _PrefillKernel) -> tuple[Kernel, Kernel]:
-    source, (parallel, serial) = kernel.source, kernel.shared_bytes
-    module = load(source.file, names=source.names, defines=dict(source.defines))
+def _prefill_kernels(kernel: _PrefillKernel, device: int) -> tuple[Kernel, Kernel]:
+    parallel, serial = kernel.shared_bytes
     return (
-        module.function("delta_chunks", shared=parallel),
-        module.function("delta_states", shared=serial),
+        load_kernel(kernel.source, "delta_chunks", device, shared=parallel),
+        load_kernel(kernel.source, "delta_states", device, shared=serial),
     )
 
 

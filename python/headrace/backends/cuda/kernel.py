@@ -126,10 +126,8 @@ class Kernel:
         self._handle = ctypes.c_void_p(handle)
         self._shared_bytes = shared_bytes
         # The limit belongs to the code, which kernels of other engines share: it only grows.
-        limit = ctypes.c_int()
-        _check(driver().cuFuncGetAttribute(ctypes.byref(limit), _DYNAMIC_SHARED, self._handle))
-        if shared_bytes > limit.value:
-            _check(driver().cuFuncSetAttribute(self._handle, _DYNAMIC_SHARED, shared_bytes))
+        with _LIMITS:
+            _raise_limit(self._handle, shared_bytes)
         self._attribute = _Attribute(id=_PROGRAMMATIC, value=1)
         self._config = _Config(attributes=ctypes.pointer(self._attribute), count=int(early))
         self._config_pointer = ctypes.pointer(self._config)
@@ -157,18 +155,27 @@ class Kernel:
         """
         stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
         with self._lock:
-            if self._parameters is None:
-                self._parameters = Parameters(args)
-            self._parameters.write(args)
+            parameters = self._parameters or Parameters(args)
+            parameters.write(args)
+            self._parameters = parameters
             config = self._config
             config.grid[:] = (*grid, 1, 1)[:3]
             config.block[:] = (block, 1, 1)
             config.shared = self._shared_bytes if shared is None else shared
             config.stream = stream
-            status = self._launch(
-                self._config_pointer, self._handle, self._parameters.addresses, None
-            )
+            status = self._launch(self._config_pointer, self._handle, parameters.addresses, None)
         _check(status)
+
+
+# Held while the limit of a kernel is read and set.
+_LIMITS = threading.Lock()
+
+
+def _raise_limit(handle: ctypes.c_void_p, shared_bytes: int) -> None:
+    limit = ctypes.c_int()
+    _check(driver().cuFuncGetAttribute(ctypes.byref(limit), _DYNAMIC_SHARED, handle))
+    if shared_bytes > limit.value:
+        _check(driver().cuFuncSetAttribute(handle, _DYNAMIC_SHARED, shared_bytes))
 
 
 def _check(status: int) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from headrace.backends.cuda.gemm import ELEMENTS
 from headrace.backends.cuda.kernel import Kernel
-from headrace.backends.cuda.loader import Variant, load
+from headrace.backends.cuda.loader import Variant, load_kernel
 from headrace.errors import ConfigError
 
 GROUP = 128  # columns of an activation that share a scale
@@ -42,8 +42,7 @@ def conv_prefill(
     out = torch.empty((tokens, channels), dtype=x.dtype, device=x.device)
     if not tokens:
         return out
-    functions = _functions(x.dtype)
-    functions["conv_prefill"].launch(
+    _kernel(x.dtype, "conv_prefill").launch(
         (-(-channels // (_VECTOR * _CONV_THREADS)), -(-tokens // _RUN)),
         _CONV_THREADS,
         (
@@ -57,7 +56,7 @@ def conv_prefill(
             int(initial),
         ),
     )
-    functions["conv_keep"].launch(
+    _kernel(x.dtype, "conv_keep").launch(
         (-(-channels // _THREADS),),
         _THREADS,
         (x.data_ptr(), x.stride(0), state.data_ptr(), tokens, channels, int(initial)),
@@ -83,7 +82,7 @@ def gated_norm(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: floa
         raise ConfigError(f"gated norm: width {width}; accepted is 32, 64, 96 or 128")
     out = torch.empty(x.shape, dtype=z.dtype, device=x.device)
     if tokens:
-        _functions(z.dtype)["gated_norm"].launch(
+        _kernel(z.dtype, "gated_norm").launch(
             (-(-tokens * heads // _WARPS),),
             _THREADS,
             (
@@ -129,7 +128,7 @@ def _quantise(name: str, x: torch.Tensor, columns: int) -> tuple[torch.Tensor, t
     codes = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty((columns // GROUP, rows), dtype=torch.float32, device=x.device)
     if rows:
-        _functions(x.dtype)[name].launch(
+        _kernel(x.dtype, name).launch(
             (-(-columns // (_VECTOR * _THREADS)), -(-rows // _ROWS_EACH[name])),
             _THREADS,
             (x.data_ptr(), x.stride(0), codes.data_ptr(), scales.data_ptr(), rows, columns),
@@ -141,11 +140,13 @@ def _source(dtype: torch.dtype) -> Variant:
     return Variant(file="prefill.cu", names=_NAMES, defines=(("ELEMENT", ELEMENTS[dtype]),))
 
 
+def _kernel(dtype: torch.dtype, name: str) -> Kernel:
+    return _loaded(dtype, name, torch.cuda.current_device())
+
+
 @functools.cache
-def _functions(dtype: torch.dtype) -> dict[str, Kernel]:
-    source = _source(dtype)
-    module = load(source.file, names=source.names, defines=dict(source.defines))
-    return {name: module.function(name) for name in _NAMES}
+def _loaded(dtype: torch.dtype, name: str, device: int) -> Kernel:
+    return load_kernel(_source(dtype), name, device)
 
 
 VARIANTS = tuple(_source(dtype) for dtype in ELEMENTS)

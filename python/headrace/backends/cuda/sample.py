@@ -3,12 +3,9 @@
 Owns scratch that is zero between launches; launches on one stream take turns. No locks.
 """
 
-import functools
-
 import torch
 
-from headrace.backends.cuda.kernel import Kernel
-from headrace.backends.cuda.loader import Variant, load
+from headrace.backends.cuda.loader import Variant, load_kernel
 from headrace.errors import ConfigError
 
 # CTAs of a row: one row keeps most multiprocessors busy.
@@ -41,7 +38,7 @@ class Argmax:
         if out is None:
             out = torch.empty(rows, dtype=torch.int32, device=logits.device)
         if rows:
-            _function().launch(
+            load_kernel(_SOURCE, "argmax", torch.cuda.current_device()).launch(
                 (_SPLITS, rows),
                 _THREADS,
                 (
@@ -57,11 +54,6 @@ class Argmax:
 
 
 _SOURCE = Variant(file="sample.cu", names=("argmax",))
-
-
-@functools.cache
-def _function() -> Kernel:
-    return load(_SOURCE.file, names=_SOURCE.names).function("argmax")
 
 
 VARIANTS = (_SOURCE,)
