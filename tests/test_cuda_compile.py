@@ -191,7 +191,7 @@ def test_without_a_gpu_loading_says_what_is_missing(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     loader.require_gpu.cache_clear()
     with pytest.raises(CudaUnavailable, match="no CUDA device"):
-        loader.load("kv_append.cu", names=["kv_append<BF16, PLAIN, 64>"])
+        loader.load_variant(next(iter(VARIANTS.values()))[0])
     loader.require_gpu.cache_clear()
 
 

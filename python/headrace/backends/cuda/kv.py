@@ -149,7 +149,7 @@ class KVKernels:
     ConfigError
         A size the kernels do not have; names it.
     CudaUnavailable, KernelError
-        As `load`.
+        As `load_variant`.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ import torch
 
 from headrace.backends.cuda.kernel import Kernel
 from headrace.backends.cuda.nvrtc import (
-    ARCH,
     CudaUnavailable,
     KernelError,
     Variant,
@@ -28,7 +27,7 @@ from headrace.backends.cuda.nvrtc import (
     read_source,
 )
 
-__all__ = ["CudaUnavailable", "KernelError", "KernelModule", "Variant", "load"]
+__all__ = ["CudaUnavailable", "KernelError", "KernelModule", "Variant", "load_kernel"]
 
 _CAPABILITY = (9, 0)
 
@@ -56,18 +55,8 @@ class KernelModule:
         return Kernel(function.ptr, function, shared, early=early)
 
 
-def load(
-    file: str,
-    *,
-    names: Sequence[str],
-    defines: Mapping[str, str | int] | None = None,
-    options: Sequence[str] = (),
-    arch: str = ARCH,
-    cache: Path | None = None,
-) -> KernelModule:
-    """Compile, or take from the cache, and load a variant on the current device.
-
-    cache: folder for machine code, default `~/.cache/headrace/kernels`.
+def load_variant(variant: Variant) -> KernelModule:
+    """Compile, or take from the cache, and load on the current device, once a process.
 
     Raises
     ------
@@ -76,27 +65,13 @@ def load(
     KernelError
         The compiler refuses the source.
     """
-    return load_variant(
-        Variant(
-            file=file,
-            names=tuple(names),
-            defines=tuple((defines or {}).items()),
-            options=tuple(options),
-            arch=arch,
-        ),
-        cache=cache,
-    )
-
-
-def load_variant(variant: Variant, *, cache: Path | None = None) -> KernelModule:
-    """`load` for a variant of a registry. Loaded once a process and device; raises as `load`."""
     require_gpu()
-    return _loaded(variant, torch.cuda.current_device(), cache)
+    return _loaded(variant, torch.cuda.current_device())
 
 
 @functools.cache
-def _loaded(variant: Variant, _device: int, cache: Path | None) -> KernelModule:
-    path, symbols = cached_cubin(variant, cache)
+def _loaded(variant: Variant, _device: int) -> KernelModule:
+    path, symbols = cached_cubin(variant)
     return KernelModule(_cupy().RawModule(path=str(path)), symbols)
 
 
@@ -106,7 +81,10 @@ def kernel_folder() -> Path:
 
 
 def cached_cubin(variant: Variant, folder: Path | None = None) -> tuple[Path, dict[str, str]]:
-    """Path of the machine code in the cache and symbols by name; needs no GPU. Raises as `load`."""
+    """Path of the machine code in the cache and symbols by name; needs no GPU.
+
+    Raises as `load_variant`.
+    """
     folder = folder or kernel_folder()
     source = read_source(variant.file)
     key = json.dumps([nvrtc_version(), variant.flags, variant.names, source]).encode()
@@ -134,7 +112,10 @@ def _write_whole(path: Path, content: bytes) -> None:
 def load_kernel(
     variant: Variant, name: str, _device: int, *, shared: int = 0, early: bool = False
 ) -> Kernel:
-    """A kernel of a variant, made once for a device and its options. Raises as `load`."""
+    """A kernel of a variant, made once for a device and its options.
+
+    Raises as `load_variant`.
+    """
     return load_variant(variant).function(name, shared=shared, early=early)
 
 
