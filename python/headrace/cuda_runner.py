@@ -157,7 +157,7 @@ class CudaRunner(ModelRunner):
     def launch(
         self, plan: StepPlan, gates: Gates | None = None, previous: Pending | None = None
     ) -> Pending:
-        """Queue a step on the current stream.
+        """Queue a step on `stream`.
 
         A step whose tokens are made on the device brings them to the host in one copy, for which
         `wait` waits and for nothing else; its place is taken by the next at once. Every other one

@@ -65,10 +65,9 @@ class Parameters:
         plain = len(args) - len(structs)
         self._memory = ctypes.create_string_buffer(sum(sizes) + 8 * plain + _STRUCT_ALIGNMENT)
         start = self._start = ctypes.addressof(self._memory)
-        self._first = -start % _STRUCT_ALIGNMENT
         self._pack = struct.Struct(f"<{plain}q")
         self._structs: list[tuple[int, int, int]] = []  # argument, offset, size
-        offset, places = self._first, {}
+        offset, places = -start % _STRUCT_ALIGNMENT, {}
         for index, arg in enumerate(args):
             if isinstance(arg, bytes):
                 places[index] = offset
