@@ -4,6 +4,7 @@ kv_formats.md section 7 (kernel row) and section 8 items 2, 16 and 20: all head 
 and formats; several query rows of a prefill give what sequential decode steps give.
 """
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from headrace.bench.kv import every_format
 from headrace.kv.cache import KVCache
 from headrace.kv.codecs import decode, rotate_queries, unrotate_outputs
 from headrace.kv.tables import NO_WINDOW
+from headrace.models.batch import PrefillSegment
 from headrace.models.known import KNOWN_CONFIGS
 
 KV_HEADS = 2
@@ -51,6 +53,14 @@ def exact(kv, q, length, group):
     return unrotate_outputs(kv_format, out.float()).double(), float(v.abs().max())
 
 
+def segments(*cuts):
+    """The tokens between cuts, each piece at the row of its first token."""
+    return [
+        PrefillSegment(table=[SLOT], state_slot=0, start=start, length=end - start, offset=start)
+        for start, end in itertools.pairwise(cuts)
+    ]
+
+
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("kv_format", every_format(torch.float32), ids=lambda f: f.label)
@@ -58,7 +68,8 @@ def test_decode_and_prefill_equal_fp64_over_the_stored_vectors(kv_format, head_d
     backend = TorchBackend("cpu", deterministic=False)
     kv, q = filled(kv_format, head_dim, group)
     mask = backend.prefill_mask(TOKENS - TOKENS % 64, torch.float32)
-    prefill = backend.attention_prefill(q, 0, kv, [SLOT], 0, mask, NO_WINDOW)
+    prefill = torch.empty_like(q)
+    backend.attention_prefill(q, 0, kv, segments(0, TOKENS), mask, NO_WINDOW, out=prefill)
     for row in (0, 1, 62, 63, 64, 65, 127, 128, TOKENS - 1):  # both sides of every tile edge
         expected, largest = exact(kv, q[row], row + 1, group)
         one = q[row : row + 1]
@@ -75,9 +86,7 @@ def test_a_cut_prefill_has_the_bits_of_one_in_a_piece(kv_format):
     backend = TorchBackend("cpu", deterministic=True)
     kv, q = filled(kv_format, 64, 3)
     mask = backend.prefill_mask(TOKENS - TOKENS % 64, torch.float32)
-    whole = backend.attention_prefill(q, 0, kv, [SLOT], 0, mask, NO_WINDOW)
-    parts = [
-        backend.attention_prefill(q[start:end], 0, kv, [SLOT], start, mask, NO_WINDOW)
-        for start, end in ((0, 64), (64, 128), (128, TOKENS))
-    ]
-    assert torch.equal(torch.cat(parts), whole)
+    whole, parts = torch.empty_like(q), torch.empty_like(q)
+    for out, cuts in ((whole, (0, TOKENS)), (parts, (0, 64, 128, TOKENS))):
+        backend.attention_prefill(q, 0, kv, segments(*cuts), mask, NO_WINDOW, out=out)
+    assert torch.equal(parts, whole)

@@ -1,12 +1,14 @@
 """Where the time of a step goes: `python tests/gpu/profile_engine.py MODEL PROMPT_LEN [rows]`.
 
-Prints the kernels of one prefill step and of eight decode steps, longest first.
+Prints the kernels of one prefill step and of eight decode steps, longest first, and the time in
+which none ran, by the kernel that ended it.
 """
 
 import sys
 from collections import defaultdict
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from headrace import Engine, EngineConfig, SamplingParams
@@ -19,15 +21,24 @@ def kernels(title, steps, call):
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         call()
         torch.cuda.synchronize()
-    times = defaultdict(lambda: [0, 0.0])
-    for event in recorded.events():
-        entry = times[event.name[:70]]
-        entry[0] += 1
-        entry[1] += event.device_time
-    total = sum(time for _, time in times.values())
-    print(f"{title}: {total / steps / 1e3:.3f} ms a step in kernels")
-    for name, (count, time) in sorted(times.items(), key=lambda item: -item[1][1])[:SHOWN]:
-        print(f"  {time / steps:9.1f} us {count / steps:6.1f} x  {name}")
+    times, gaps = (defaultdict(lambda: [0, 0.0]) for _ in range(2))
+    on_device = (e for e in recorded.events() if e.device_type == DeviceType.CUDA)
+    events = sorted(on_device, key=lambda event: event.time_range.start)
+    ended = events[0].time_range.start
+    for event in events:
+        for table, time in (
+            (times, event.device_time),
+            (gaps, max(0.0, event.time_range.start - ended)),
+        ):
+            entry = table[event.name[:70]]
+            entry[0] += 1
+            entry[1] += time
+        ended = max(ended, event.time_range.end)
+    for what, table in (("in kernels", times), ("between them, before", gaps)):
+        total = sum(time for _, time in table.values())
+        print(f"{title}: {total / steps / 1e3:.3f} ms a step {what}")
+        for name, (count, time) in sorted(table.items(), key=lambda item: -item[1][1])[:SHOWN]:
+            print(f"  {time / steps:9.1f} us {count / steps:6.1f} x  {name}")
 
 
 def main():

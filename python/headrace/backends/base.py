@@ -17,7 +17,7 @@ from headrace.layers.rope import RotaryEmbedding
 
 if TYPE_CHECKING:
     from headrace.layers.norm import Norm
-    from headrace.models.batch import ForwardBatch, TokenFeed
+    from headrace.models.batch import ForwardBatch, PrefillSegment, TokenFeed
     from headrace.models.config import ModelConfig
 
 # Prefill attention works on tiles of query rows aligned at absolute multiples of this number, so
@@ -186,14 +186,16 @@ class Backend(Protocol):
         q: torch.Tensor,
         layer: int,
         kv: KVCache,
-        table: Table,
-        start: int,
+        segments: "Sequence[PrefillSegment]",
         mask: torch.Tensor,
         window: Window,
-    ) -> torch.Tensor:
-        """Causal attention of n new tokens at positions start..start+n-1, already appended.
+        *,
+        out: torch.Tensor,
+    ) -> None:
+        """Causal attention of the new tokens of each segment, already appended.
 
-        q and result: `[n, heads, head_dim]`. Never reads beyond the last of them.
+        q, out: `[T, heads, head_dim]`; rows `segment.offset` to `+ segment.length` of q give those
+        of out, all others are left alone. Never reads KV beyond the last token of a segment.
         """
         ...
 

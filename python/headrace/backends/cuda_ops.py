@@ -5,19 +5,15 @@ the scratch of its kernels, one stream's worth; no locks: one step at a time.
 
 Decode rows go through kernels whose order of additions depends on the matrix alone, prompts through
 library products in fixed blocks (`many_rows`). A step that has both makes each product twice, so
-that a row never sees its neighbours. Prefill attention is the variable-length flash kernel, whose
-blocks of keys stand at absolute places; cuDNN is twice as fast on long prompts but has no causal
-mask for a prompt that is continued, so it serves only where bits may depend on the cuts.
+that a row never sees its neighbours.
 """
 
-import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headrace.backends.base import PREFILL_TILE, DeltaWeights, Weight
 from headrace.backends.cuda import fused, prefill
@@ -26,6 +22,7 @@ from headrace.backends.cuda.gemm import ELEMENTS, MAX_ROWS, SkinnyGemm
 from headrace.backends.cuda.kv import HEAD_DIMS, MAX_GROUP, KVKernels, LowWindow, QKNorm, Rotary
 from headrace.backends.cuda.loader import require_gpu
 from headrace.backends.cuda.many_rows import ManyRows
+from headrace.backends.cuda.prefill_attention import PrefillAttention
 from headrace.backends.torch_ops import TorchBackend
 from headrace.errors import ConfigError
 from headrace.kv.cache import KVCache
@@ -37,7 +34,7 @@ from headrace.layers.norm import Norm, RMSNorm, ZeroCentredRMSNorm
 from headrace.layers.rope import RotaryEmbedding
 
 if TYPE_CHECKING:
-    from headrace.models.batch import ForwardBatch, TokenFeed
+    from headrace.models.batch import ForwardBatch, PrefillSegment, TokenFeed
     from headrace.models.config import ModelConfig
 
 # What `SkinnyGemm` asks of a matrix: multiples of so many rows and columns.
@@ -72,6 +69,7 @@ class CudaBackend:
         self._dtype: torch.dtype | None = None
         self._delta: tuple[DeltaStep, DeltaPrefill] | None = None
         self._kv: KVKernels | None = None
+        self._prefill: PrefillAttention | None = None
 
     def check_model(self, config: "ModelConfig", dtype: torch.dtype) -> None:
         """Refuse what no kernel has; make the kernels of linear layers."""
@@ -112,6 +110,8 @@ class CudaBackend:
         self._kv = KVKernels(
             kv.pool, query_heads=query_heads, max_rows=max_rows, max_context=max_context
         )
+        if self._dtype != torch.float32:
+            self._prefill = PrefillAttention(self._kv)
 
     def embed(
         self, ids: torch.Tensor, table: torch.Tensor, feed: "TokenFeed | None" = None
@@ -311,36 +311,28 @@ class CudaBackend:
         q: torch.Tensor,
         layer: int,
         kv: KVCache,
-        table: Table,
-        start: int,
+        segments: "Sequence[PrefillSegment]",
         mask: torch.Tensor,
         window: Window,
-    ) -> torch.Tensor:
-        """Gathers the KV of the request, then a library kernel; table: int32 on the device."""
-        assert isinstance(table, torch.Tensor), "a table of the device"
-        tokens, head_dim = q.shape[0], q.shape[2]
-        end = start + tokens
-        keys, values = torch.empty(
-            (2, end, kv.kv_heads, head_dim), dtype=q.dtype, device=q.device
-        ).unbind()
-        self._kernels(kv).gather(layer, table, 0, k_out=keys, v_out=values, low=_low(window))
-        if q.dtype == torch.float32:
-            return _tiled_attention(q, keys, values, start, mask)
-        if start == 0 and not self.deterministic:
-            return _cudnn_attention(q, keys, values)
-        out: torch.Tensor = torch.ops.aten._flash_attention_forward(
-            q,
-            keys,
-            values,
-            _borders(tokens, q.device),
-            _borders(end, q.device),
-            max(tokens, 2),  # one row alone would be computed another way
-            end,
-            0.0,
-            True,
-            False,
-        )[0]
-        return out
+        *,
+        out: torch.Tensor,
+    ) -> None:
+        """All segments in one launch; fp32 exactly, one after the other. Tables: on the device."""
+        kernels = self._kernels(kv)
+        if q.dtype != torch.float32:
+            assert self._prefill is not None, "the cache was attached"
+            self._prefill.attend(layer, q, segments, out=out, low=_low(window))
+            return
+        for segment in segments:
+            assert isinstance(segment.table, torch.Tensor), "a table of the device"
+            rows = slice(segment.offset, segment.offset + segment.length)
+            keys, values = torch.empty(
+                (2, segment.start + segment.length, kv.kv_heads, q.shape[2]),
+                dtype=q.dtype,
+                device=q.device,
+            ).unbind()
+            kernels.gather(layer, segment.table, 0, k_out=keys, v_out=values, low=_low(window))
+            out[rows] = _tiled_attention(q[rows], keys, values, segment.start, mask)
 
     def attention_decode(
         self,
@@ -461,21 +453,6 @@ def _low(window: Window) -> LowWindow | None:
     if not isinstance(window.k0, torch.Tensor):
         return None
     return LowWindow(size=window.width, k0=window.k0)
-
-
-@functools.lru_cache(4096)
-def _borders(tokens: int, device: torch.device) -> torch.Tensor:
-    """`[0, tokens]`, made once: a copy from the host would wait for the device."""
-    with torch.inference_mode(False):
-        return torch.tensor([0, tokens], dtype=torch.int32, device=device)
-
-
-def _cudnn_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention of a whole prompt."""
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return out[0].transpose(0, 1).contiguous()
 
 
 def _tiled_attention(

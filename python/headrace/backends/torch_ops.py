@@ -21,7 +21,7 @@ from headrace.layers.rope import RotaryEmbedding
 
 if TYPE_CHECKING:
     from headrace.layers.norm import Norm
-    from headrace.models.batch import ForwardBatch, TokenFeed
+    from headrace.models.batch import ForwardBatch, PrefillSegment, TokenFeed
     from headrace.models.config import ModelConfig
 
 # Rows of one product in deterministic mode. A product of fixed shape has bits that depend on
@@ -207,40 +207,18 @@ class TorchBackend:
         q: torch.Tensor,
         layer: int,
         kv: KVCache,
-        table: Table,
-        start: int,
+        segments: "Sequence[PrefillSegment]",
         mask: torch.Tensor,
         window: Window,
-    ) -> torch.Tensor:
-        """Causal attention in tiles of query rows, each against the KV up to its own end.
-
-        The tiles stand at absolute multiples of 64, so cuts there are invisible in the bits. They
-        are also faster than one masked call (512 tokens: 3.4 against 4.9 ms a layer), because no
-        tile looks at keys beyond its end. Pages are gathered and codes decoded once for all tiles.
-        """
-        end = start + q.shape[0]
-        keys, values = kv.view(layer, table, end, window)
-        max_start = mask.shape[1] - PREFILL_TILE
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        queries = kv.queries(q).transpose(0, 1).unsqueeze(0)  # [1, Hq, n, D]
-        mask = mask.to(queries.dtype)
-        for tile_start in range(start - start % PREFILL_TILE, end, PREFILL_TILE):
-            tile_end = min(tile_start + PREFILL_TILE, end)
-            first = max(tile_start, start)
-            k, v = keys[:tile_end], values[:tile_end]
-            rows = slice(first - start, tile_end - start)
-            tile = F.scaled_dot_product_attention(
-                queries[:, :, rows],
-                k.transpose(0, 1).unsqueeze(0),
-                v.transpose(0, 1).unsqueeze(0),
-                attn_mask=mask[
-                    first - tile_start : tile_end - tile_start,
-                    max_start - tile_start : max_start - tile_start + tile_end,
-                ],
-                enable_gqa=True,
-            )
-            out[rows] = kv.outputs(tile[0].transpose(0, 1))
-        return out
+        *,
+        out: torch.Tensor,
+    ) -> None:
+        """One segment after the other."""
+        for segment in segments:
+            end = segment.start + segment.length
+            keys, values = kv.view(layer, segment.table, end, window)
+            rows = slice(segment.offset, segment.offset + segment.length)
+            _tiled_attention(q[rows], kv, keys, values, segment.start, mask, out=out[rows])
 
     def attention_decode(
         self,
@@ -417,3 +395,41 @@ def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def _silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def _tiled_attention(
+    q: torch.Tensor,
+    kv: KVCache,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    start: int,
+    mask: torch.Tensor,
+    *,
+    out: torch.Tensor,
+) -> None:
+    """Causal attention in tiles of query rows, each against the KV up to its own end.
+
+    The tiles stand at absolute multiples of 64, so cuts there are invisible in the bits. They are
+    also faster than one masked call (512 tokens: 3.4 against 4.9 ms a layer), because no tile looks
+    at keys beyond its end. Pages are gathered and codes decoded once for all tiles.
+    """
+    end = start + q.shape[0]
+    max_start = mask.shape[1] - PREFILL_TILE
+    queries = kv.queries(q).transpose(0, 1).unsqueeze(0)  # [1, Hq, n, D]
+    mask = mask.to(queries.dtype)
+    for tile_start in range(start - start % PREFILL_TILE, end, PREFILL_TILE):
+        tile_end = min(tile_start + PREFILL_TILE, end)
+        first = max(tile_start, start)
+        k, v = keys[:tile_end], values[:tile_end]
+        rows = slice(first - start, tile_end - start)
+        tile = F.scaled_dot_product_attention(
+            queries[:, :, rows],
+            k.transpose(0, 1).unsqueeze(0),
+            v.transpose(0, 1).unsqueeze(0),
+            attn_mask=mask[
+                first - tile_start : tile_end - tile_start,
+                max_start - tile_start : max_start - tile_start + tile_end,
+            ],
+            enable_gqa=True,
+        )
+        out[rows] = kv.outputs(tile[0].transpose(0, 1))

@@ -4,6 +4,7 @@
 // of K and the 4-bit levels are put into the ten low bits of a half, where an integer n means n *
 // 2^-24: no arithmetic, the power of two comes off at the end.
 #pragma once
+#include "async_copy.cuh"
 #include "kv_common.cuh"
 
 constexpr int WARPS = 4;
@@ -43,27 +44,6 @@ struct Ring {
 };
 
 // ---- PTX --------------------------------------------------------------------------------------
-
-DEVICE u32 shared_address(const void* pointer) {
-    return static_cast<u32>(__cvta_generic_to_shared(pointer));
-}
-// Copies of `size` bytes, zero-filled where `live` is false (and nothing is read).
-DEVICE void copy_16(u32 target, const void* source, bool live) {
-    int bytes = live ? 16 : 0;
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target),
-                 "l"(source), "r"(bytes));
-}
-template <int SIZE>
-DEVICE void copy_small(u32 target, const void* source, bool live) {
-    int bytes = live ? SIZE : 0;
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(target), "l"(source),
-                 "n"(SIZE), "r"(bytes));
-}
-DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int LEFT>
-DEVICE void copy_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
-}
 
 DEVICE void load_matrices(u32 (&r)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"

@@ -26,16 +26,20 @@ __device__ __forceinline__ void write(Element* p, const Vector& v) {
     *reinterpret_cast<uint4*>(p) = v.bytes;
 }
 
-// The same sum in every thread of the block: lanes as a tree, then warps ascending.
-__device__ __forceinline__ float block_sum(float x) {
-    __shared__ float of_warp[32];
+__device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
-    if ((threadIdx.x & 31) == 0) of_warp[threadIdx.x >> 5] = x;
+    return x;
+}
+
+// The same sum in every thread of the block: lanes as a tree, then warps.
+__device__ __forceinline__ float block_sum(float x) {
+    __shared__ float of_warp[32];
+    const int lane = threadIdx.x & 31;
+    x = warp_sum(x);
+    if (lane == 0) of_warp[threadIdx.x >> 5] = x;
     __syncthreads();
-    float total = 0.0f;
-    for (int warp = 0; warp < blockDim.x / 32; ++warp) total += of_warp[warp];
-    return total;
+    return warp_sum(lane < blockDim.x / 32 ? of_warp[lane] : 0.0f);
 }
 
 __device__ __forceinline__ void take_turn() {
@@ -45,13 +49,31 @@ __device__ __forceinline__ void take_turn() {
 
 constexpr int kPasses = 4;  // vectors of one thread
 
+template <bool Wide>
+struct ScaleOf {
+    using Type = Element;
+};
+template <>
+struct ScaleOf<true> {
+    using Type = float;
+};
+
 // Wide: weight is fp32, applied before the only rounding; else it has the type of x, applied after.
 template <bool Wide>
 __device__ __forceinline__ void norm(const Element* x, long long x_stride, const Element* addend,
                                      long long addend_stride, Element* sum, long long sum_stride,
                                      const void* weight, Element* out, long long out_stride,
                                      float eps, int width) {
-    take_turn();
+    using Scale = typename ScaleOf<Wide>::Type;
+    struct alignas(16) Scales {
+        Scale of[kVector];
+    };
+    next_kernel_may_start();
+    // Nobody writes the weights, and in a decode step they come from far.
+    const auto* scales = static_cast<const Scales*>(weight) + threadIdx.x;
+    Scales ahead = {};
+    if (threadIdx.x * kVector < width) ahead = *scales;
+    previous_kernel_ended();
     const long long row = blockIdx.x;
     Vector v[kPasses];
     float squares = 0.0f;
@@ -79,15 +101,12 @@ __device__ __forceinline__ void norm(const Element* x, long long x_stride, const
     for (int pass = 0; pass < kPasses; ++pass) {
         const int at = (pass * blockDim.x + threadIdx.x) * kVector;
         if (at >= width) break;
+        if (pass > 0) ahead = scales[pass * blockDim.x];
         Vector result;
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
             const float normed = widen(v[pass].values[i]) * factor;
-            if (Wide)
-                result.values[i] = narrow(normed * static_cast<const float*>(weight)[at + i]);
-            else
-                result.values[i] = narrow(rounded(normed) *
-                                          widen(static_cast<const Element*>(weight)[at + i]));
+            result.values[i] = narrow((Wide ? normed : rounded(normed)) * float(ahead.of[i]));
         }
         write(out + row * out_stride + at, result);
     }

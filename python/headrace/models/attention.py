@@ -4,7 +4,6 @@ import torch
 
 from headrace.backends.base import Backend
 from headrace.layers.norm import Norm
-from headrace.models.batch import PrefillSegment
 from headrace.models.config import ModelConfig
 from headrace.models.step import Step
 from headrace.models.tensors import WeightReader
@@ -63,26 +62,13 @@ class Attention:
             return self._backend.attention_decode(
                 q, self._kv_layer, kv, batch.tables, batch.decode_lengths, batch.window
             )
-        if not rows and len(batch.segments) == 1:
-            return self._prefill(q, batch.segments[0], step)  # saves a copy
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if rows:
             out[:rows] = self._backend.attention_decode(
                 q[:rows], self._kv_layer, kv, batch.tables, batch.decode_lengths, batch.window
             )
-        for segment in batch.segments:
-            span = slice(segment.offset, segment.offset + segment.length)
-            out[span] = self._prefill(q[span], segment, step)
-        return out
-
-    def _prefill(self, q: torch.Tensor, segment: PrefillSegment, step: Step) -> torch.Tensor:
         assert step.mask is not None, "made whenever there are segments"
-        return self._backend.attention_prefill(
-            q,
-            self._kv_layer,
-            step.kv,
-            segment.table,
-            segment.start,
-            step.mask,
-            step.batch.window,
+        self._backend.attention_prefill(
+            q, self._kv_layer, kv, batch.segments, step.mask, batch.window, out=out
         )
+        return out

@@ -308,7 +308,7 @@ class KVKernels:
                 *self._rows("q", q),
                 _DTYPE_CODES[q.dtype],
                 *self._planes,
-                *self._pages(layer, table, low),
+                *self.pages(layer, table, low),
                 lengths.data_ptr(),
                 rows,
                 self._kv_heads,
@@ -374,7 +374,7 @@ class KVKernels:
             (-(-runs // _GATHER_WARPS),),
             32 * _GATHER_WARPS,
             (
-                *self._pages(layer, table.unsqueeze(0), low),
+                *self.pages(layer, table.unsqueeze(0), low),
                 first,
                 tokens,
                 self._kv_heads,
@@ -403,9 +403,10 @@ class KVKernels:
             raise ConfigError(f"{name} has rows that are not aligned to {piece} bytes")
         return x.data_ptr(), *strides
 
-    def _pages(
+    def pages(
         self, layer: int, table: torch.Tensor, low: LowWindow | None
     ) -> tuple[int, int, int, int, int, int, int]:
+        """Arguments of a kernel that say where the pages of `table [rows, max_pages]` are."""
         assert table.dtype == torch.int32, "a block table is int32"
         assert table.stride(1) == 1, "entries of a row are contiguous"
         assert table.stride(0) == table.shape[1] or table.shape[0] == 1, "table rows are contiguous"
