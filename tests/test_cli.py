@@ -1,14 +1,17 @@
 """The `headrace` command: errors are one line, arguments are strict, output has one shape."""
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
+import torch
 
-from headrace import cli
+from headrace import Engine, EngineConfig, cli
 from headrace.commands.options import engine_config
 from headrace.config import option_table
+from headrace.engine import _GPU_RESERVE_BYTES
 from headrace.errors import ConfigError
 from headrace.kv.cache import KVCache
 from headrace.models.known import KNOWN_CONFIGS
@@ -213,7 +216,7 @@ def test_plan_bytes_of_known_models(capsys, model, dtype, bytes_per_token):
     assert plan["kv_bytes_total"] == 4000 * bytes_per_token
     assert plan["state_bytes_per_slot"] == 0
     assert plan["max_slots_that_fit"] is None
-    parts = ("weights_bytes", "kv_bytes_total", "workspace_bytes")
+    parts = ("weights_bytes", "kv_bytes_total", "workspace_bytes", "gpu_step_bytes")
     assert plan["total_bytes"] == sum(plan[name] for name in parts)
 
 
@@ -223,15 +226,9 @@ def test_plan_counts_the_bytes_of_the_real_pools():
     for tp in (1, 2):
         plan = make_plan(config, model="m", tp=tp, slots=2, context=32)
         rank = rank_config(config, tp)
-        kv = KVCache(rank, pages=2, page_tokens=32, dtype=_torch_dtype(plan.dtype))
+        kv = KVCache(rank, pages=2, page_tokens=32, dtype=getattr(torch, plan.dtype))
         assert plan.kv_bytes_total == kv.k.nbytes + kv.v.nbytes
         assert plan.kv_bytes_per_token * tp == 114_688
-
-
-def _torch_dtype(name):
-    import torch
-
-    return getattr(torch, name)
 
 
 def test_plan_counts_the_weights_of_a_folder_without_reading_them(capsys, tiny_qwen3):
@@ -282,6 +279,34 @@ def test_plan_table_shows_the_numbers(capsys):
     assert code == 0
     assert "147,456" in out
     assert "fits: " in out
+    steps = plan_json(capsys, "--model", "qwen3-8b", "--hbm-gib", 80)["gpu_step_bytes"]
+    assert re.search(rf"GPU steps besides .* {steps:,} ", out)
+
+
+@pytest.mark.parametrize("layout", ["slots", "paged"])
+def test_plan_counts_for_steps_what_the_engine_keeps_free(tiny, monkeypatch, layout):
+    """HST-18: all but the constant part, which is for driver and libraries."""
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
+    path = str(tiny("tiny_hybrid").path)
+    options = {"kv_layout": layout, "max_batch_tokens": 128}
+    config = EngineConfig(model=path, max_batch_size=5, max_context=192, **options)
+    with Engine(config) as engine:
+        monkeypatch.setattr(engine, "device", torch.device("cuda", 0))
+        kept = engine._step_bytes(torch.float32, engine.kv.page_tokens)
+        plan = make_plan(
+            engine.model_config, model="m", dtype="float32", slots=5, context=192, **options
+        )
+    assert plan.gpu_step_bytes > 0
+    assert plan.workspace_bytes + plan.gpu_step_bytes == kept - _GPU_RESERVE_BYTES
+
+
+def test_plan_of_two_ranks_splits_the_scratch_of_steps():
+    one, two = (
+        make_plan(KNOWN_CONFIGS["qwen3-8b"], model="m", tp=tp, slots=8).gpu_step_bytes
+        for tp in (1, 2)
+    )
+    logits = 8 * 151_936 * 4  # whole on both
+    assert (one - logits) / 2 < two - logits < (one - logits) / 2 + 100_000
 
 
 @pytest.mark.parametrize(

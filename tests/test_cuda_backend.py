@@ -11,9 +11,9 @@ import torch
 
 from headrace import ConfigError, Engine, EngineConfig
 from headrace._core import CudaDevice, SamplingSpec, build_plan
-from headrace.backends.cuda import gemm, many_rows
+from headrace.backends.cuda import gemm, loader, many_rows
 from headrace.backends.cuda.kernel import Parameters
-from headrace.backends.cuda.loader import KernelError, require_gpu
+from headrace.backends.cuda.loader import CudaUnavailable, KernelError, Variant
 from headrace.backends.cuda.memory import step_bytes
 from headrace.backends.cuda.step_arrays import StepArrays, StepShape, shape_of
 from headrace.backends.select import choose_device
@@ -208,10 +208,70 @@ def test_quantise_takes_the_largest_value_of_each_block():
 @pytest.mark.parametrize("device", ["cuda", "cuda:3"])
 def test_without_a_gpu_the_error_says_what_is_missing(monkeypatch, device):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    require_gpu.cache_clear()
     with pytest.raises(ConfigError, match=f"device='{device}': no CUDA device"):
         Engine(EngineConfig(model="smollm2-135m", load_format="dummy", device=device))
-    require_gpu.cache_clear()
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Three GPUs, the second of which cannot run the kernels and is current; what was asked."""
+    asked = []
+    capabilities = [(9, 0), (8, 0), (9, 0)]
+
+    def capability(index):
+        asked.append(index)
+        return capabilities[index]
+
+    for name, value in {
+        "is_available": lambda: True,
+        "device_count": lambda: len(capabilities),
+        "current_device": lambda: 1,
+        "get_device_capability": capability,
+    }.items():
+        monkeypatch.setattr(f"torch.cuda.{name}", value)
+    monkeypatch.setattr("headrace.backends.cuda.loader._cupy", lambda: asked.append("cupy"))
+    loader._require.cache_clear()
+    yield asked
+    loader._require.cache_clear()
+
+
+def test_each_gpu_is_checked_by_its_own_index_and_once(gpus):
+    for _ in range(2):
+        for index in (0, 2):
+            loader.require_gpu(torch.device("cuda", index))
+    assert gpus == [0, "cupy", 2, "cupy"]
+    refused = r"compute capability 8\.0 of cuda:1: the kernels are built for 9\.0"
+    for device in (torch.device("cuda", 1), torch.device("cuda"), None):
+        with pytest.raises(CudaUnavailable, match=refused):
+            loader.require_gpu(device)
+    with pytest.raises(CudaUnavailable, match="no device cuda:3: accepted is cuda:0 to cuda:2"):
+        loader.require_gpu(torch.device("cuda", 3))
+    with pytest.raises(CudaUnavailable, match=refused):
+        loader.load_variant(Variant(file="sample.cu", names=("argmax",)))
+
+
+def test_an_engine_is_refused_by_the_gpu_it_is_for(gpus):
+    def chosen(device):
+        return choose_device(EngineConfig(model="smollm2-135m", device=device))
+
+    for name, index in {"auto": 0, "cuda": 0, "cuda:0": 0, "cuda:2": 2}.items():
+        assert chosen(name) == torch.device("cuda", index)
+    with pytest.raises(ConfigError, match=r"device='cuda:1': compute capability 8\.0 of cuda:1"):
+        chosen("cuda:1")
+    with pytest.raises(ConfigError, match="device='cuda:3': no device cuda:3: accepted is cuda:0"):
+        chosen("cuda:3")
+    assert "cupy" in gpus
+
+
+def test_without_cupy_the_error_says_what_to_install(gpus, monkeypatch):
+    def missing():
+        raise CudaUnavailable("no CuPy (x): install the extra headrace[cuda] (cupy-cuda13x)")
+
+    monkeypatch.setattr("headrace.backends.cuda.loader._cupy", missing)
+    config = EngineConfig(model="smollm2-135m", device="cuda:2")
+    with pytest.raises(ConfigError, match=r"device='cuda:2': no CuPy .* headrace\[cuda\]"):
+        choose_device(config)
+    assert choose_device(EngineConfig(model="smollm2-135m")) == torch.device("cpu")
 
 
 @pytest.mark.parametrize("handle", [0, 1, 2])
@@ -232,8 +292,7 @@ def test_copies_without_a_driver_say_what_is_missing():
 
 @pytest.mark.parametrize("name", ["copy_check", "link_bytes_per_s"])
 def test_what_only_copies_of_a_cpu_have_is_refused_on_a_gpu(monkeypatch, name):
-    monkeypatch.setattr("headrace.backends.select.require_gpu", lambda: None)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("headrace.backends.select.require_gpu", lambda _device: None)
     options = {name: True if name == "copy_check" else 10**9}
     with pytest.raises(ConfigError, match=name):
         choose_device(EngineConfig(model="smollm2-135m", device="cuda", host_bytes=1, **options))

@@ -21,6 +21,7 @@ __all__ = [
     "CopyTicket",
     "CpuDevice",
     "CudaDevice",
+    "EventWaiter",
     "HostMemory",
     "HostPages",
     "Lease",
@@ -725,6 +726,22 @@ class CudaDevice:
 
     def inject(self, stream: str, nth: int, what: str, *, seconds: float = 0.0) -> None:
         """For tests, as `CpuDevice.inject`; "hang" is a `ConfigError`."""
+
+@final
+class EventWaiter:
+    """Waits for events of the GPU `ordinal`, each with an end.
+
+    Raises `ConfigError` for no NVIDIA driver or no such GPU, `DeviceError` for what the driver
+    refuses.
+    """
+
+    def __new__(cls, ordinal: int) -> EventWaiter: ...
+    def wait(self, event_handle: int, timeout: float) -> bool:
+        """Whether all before the last record of an event was over within `timeout` seconds.
+
+        Looks at least once. Waits without the GIL, and as `cuEventSynchronize` does at first: it
+        spins. Raises `DeviceError` for what the driver reports, faults of kernels included.
+        """
 
 @final
 class CopyTicket:

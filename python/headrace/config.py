@@ -150,6 +150,9 @@ class EngineConfig:
         "auto", "auto | on | off: tokens independent of the batch; auto is on for CUDA"
     )
     cuda_graphs: bool = _option(True, "capture decode steps in CUDA graphs; GPU only")
+    step_timeout_s: float = _option(
+        300.0, "GPU only: seconds until a step counts as stuck and fails"
+    )
     load_format: str = _option("auto", "auto | dummy; dummy fills weights from the seed")
     seed: int = _option(0, "seed of dummy weights and of requests without their own seed")
     skip_tokenizer: bool = _option(False, "token ids in and out only; load no tokenizer")
@@ -184,6 +187,7 @@ class EngineConfig:
             object.__setattr__(self, "deterministic", "on" if self.deterministic else "off")
         _check_choice("deterministic", self.deterministic, ("auto", "on", "off"))
         _check_bool("cuda_graphs", self.cuda_graphs)
+        _check_number("step_timeout_s", self.step_timeout_s, 0.0, 1e6)
         _check_choice("load_format", self.load_format, ("auto", "dummy"))
         _check_choice("fp8_weights", self.fp8_weights, ("keep", "dequantize"))
         _check_integer("seed", self.seed, 0, MAX_U64)
@@ -407,7 +411,7 @@ _INTEGERS = (
     "load_back_threshold",
     "link_bytes_per_s",
 )
-_NUMBERS = ("admission_ratio", "low_step_ms", "copy_timeout_s")
+_NUMBERS = ("admission_ratio", "low_step_ms", "copy_timeout_s", "step_timeout_s")
 _BOOLEANS = ("skip_tokenizer", "int8_rotate", "copy_check", "cuda_graphs")
 _OPTIONAL_INTEGERS = ("max_context", "num_threads", "num_pages", "low_pages")
 

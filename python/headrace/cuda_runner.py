@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from headrace._core import StepPlan, decode_width
+from headrace.backends.cuda.deadline import StepWaits
 from headrace.backends.cuda.sample import Argmax
 from headrace.backends.cuda.step_arrays import PADDING, StepArrays, StepShape, shape_of
 from headrace.kv.cache import KVCache
@@ -77,10 +78,10 @@ class _Launched:
         self._result = result
 
     def wait(self) -> SampleResult:
-        """Wait for the end of this step alone; return its tokens."""
+        """Wait for the end of this step alone; return its tokens. Raises as `StepWaits.wait`."""
         if self._open is not None:
             runner, ticket = self._open
-            ticket.end.synchronize()
+            runner.waits.wait(ticket.end)
             if self._result is None:
                 self._result = SampleResult.of(ticket.tokens.numpy()[self.rows])
             if self._timed:
@@ -95,7 +96,7 @@ class CudaRunner(ModelRunner):
     """Executes plans on one GPU.
 
     max_rows: most decode rows of a step. max_context: most tokens of a row. graphs: capture a graph
-    for every decode width, now.
+    for every decode width, now. step_timeout_s: most seconds from the wait for a step to its end.
 
     Work goes to a stream of its own, `stream`, which copies to and from the pools are ordered
     against; it is behind what the caller's stream was given, and that one behind it.
@@ -112,6 +113,7 @@ class CudaRunner(ModelRunner):
         max_rows: int,
         max_context: int,
         graphs: bool,
+        step_timeout_s: float,
     ) -> None:
         super().__init__(model, kv, state)
         self._device = kv.device
@@ -120,9 +122,12 @@ class CudaRunner(ModelRunner):
         self._widths = sorted({decode_width(rows) for rows in range(1, max_rows + 1)})
         widest = self._widths[-1]
         self._table_pages = -(-max_context // kv.page_tokens)
+        self.waits = StepWaits.of(kv.device, step_timeout_s)
         with torch.cuda.device(self._device):
-            self._staging = _Staging(_FIRST_STAGING_BYTES, self._device)
-            self._graph_staging = _Staging(self._decode_shape(widest).nbytes, self._device)
+            self._sampled = _event()
+            self._staging = _Staging(_FIRST_STAGING_BYTES, self._device, self.waits)
+            nbytes = self._decode_shape(widest).nbytes
+            self._graph_staging = _Staging(nbytes, self._device, self.waits)
             self._argmax = Argmax(widest, self._device)
             self._tokens = torch.zeros(widest, dtype=torch.int32, device=self._device)
             self._logits = torch.zeros(
@@ -145,6 +150,7 @@ class CudaRunner(ModelRunner):
         tokens: NDArray[np.int32] | None = None,
     ) -> torch.Tensor:
         """Compute all rows, writing their KV; return float32 logits `[samples, vocab]`."""
+        self.waits.check()
         token_ids = plan.token_ids if tokens is None else _filled_in(plan, tokens)
         with torch.inference_mode(), self._own_stream() as caller:
             if self._replay(plan, gates, token_ids):
@@ -153,6 +159,19 @@ class CudaRunner(ModelRunner):
                 logits = self._eager(plan, gates, token_ids)
             logits.record_stream(caller)
             return logits
+
+    def sample(self, logits: torch.Tensor, options: SamplingBatch) -> SampleResult:
+        """Choose tokens of logits on the current stream, and wait for them.
+
+        Raises as `StepWaits.wait`.
+        """
+        with torch.inference_mode():
+            return sample(logits, options, self._end)
+
+    def _end(self) -> None:
+        """Wait for what the current stream was given, so that reading from it does not wait."""
+        self._sampled.record(torch.cuda.current_stream(self._device))
+        self.waits.wait(self._sampled)
 
     def launch(
         self, plan: StepPlan, gates: Gates | None = None, previous: Pending | None = None
@@ -165,6 +184,7 @@ class CudaRunner(ModelRunner):
         """
         if not plan.num_rows:
             return Finished(SampleResult(token_ids=np.empty(0, np.int32)))
+        self.waits.check()
         options = sampling_batch(plan.sampling)
         token_ids, sources = plan.token_ids, None
         if previous is not None:
@@ -185,9 +205,9 @@ class CudaRunner(ModelRunner):
                     rows = np.arange(len(rows))
                     self._argmax(logits, out=self._tokens[: len(rows)])
                 else:
-                    result = sample(logits, options)
+                    result = self.sample(logits, options)
             elif not self._leave_tokens(plan, options):
-                result = sample(self._sampled_logits(plan), options)
+                result = self.sample(self._sampled_logits(plan), options)
             if result is None:
                 used = 1 + int(rows.max(initial=-1))
                 ticket.tokens[:used].copy_(self._tokens[:used], non_blocking=True)
@@ -240,7 +260,9 @@ class CudaRunner(ModelRunner):
         samples = len(plan.sample_index)
         if samples == plan.num_decode:
             return self._logits[:samples]
-        return self._logits[torch.from_numpy(plan.sample_index).to(self._device)]
+        # Pageable memory is read at once: no wait for what the device runs.
+        index = torch.from_numpy(plan.sample_index).to(self._device, non_blocking=True)
+        return self._logits[index]
 
     def _leave_tokens(self, plan: StepPlan, options: SamplingBatch) -> bool:
         """Have the tokens of a replayed step in the device's tokens; false if more is asked for."""
@@ -258,7 +280,7 @@ class CudaRunner(ModelRunner):
         shape = shape_of(plan)
         self._staging.wait()
         if shape.nbytes > self._staging.nbytes:
-            self._staging = _Staging(2 * shape.nbytes, self._device)
+            self._staging = _Staging(2 * shape.nbytes, self._device, self.waits)
         arrays = self._staging.arrays(shape)
         arrays.fill(plan, self.kv.page_tokens, token_ids=token_ids)
         self._staging.send(arrays)
@@ -375,8 +397,9 @@ def _greedy(options: SamplingBatch) -> bool:
 class _Staging:
     """Memory of the arrays of steps on both sides, and the copy between them."""
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
+    def __init__(self, nbytes: int, device: torch.device, waits: StepWaits) -> None:
         self.nbytes = nbytes
+        self._waits = waits
         self._pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._copied = _event()
@@ -386,8 +409,8 @@ class _Staging:
         return StepArrays(shape, self._pinned.numpy(), self._memory)
 
     def wait(self) -> None:
-        """Return once the host side may be written again."""
-        self._copied.synchronize()
+        """Return once the host side may be written again. Raises as `StepWaits.wait`."""
+        self._waits.wait(self._copied)
 
     def send(self, arrays: StepArrays) -> None:
         """Copy what was filled in to the device, on the current stream."""

@@ -45,7 +45,7 @@ from headrace.request import (
     check_token_ids,
 )
 from headrace.runner import ModelRunner, Pending, sampling_batch
-from headrace.sampling import SampleResult, sample
+from headrace.sampling import SampleResult
 from headrace.text.tokenizer import Tokenizer
 from headrace.tiers import HostSizes, HostTier, host_sizes
 
@@ -227,6 +227,7 @@ class Engine:
             max_context=self.max_context,
             # A check in the middle of a step reads from the device, which no graph allows.
             graphs=self.config.cuda_graphs and not self.kv.pool.checked,
+            step_timeout_s=self.config.step_timeout_s,
         )
 
     def _pool_shape(self) -> tuple[int, int]:
@@ -493,7 +494,7 @@ class Engine:
         self._check_open()
         try:
             logits = self.runner.forward(plan)
-            return logits, sample(logits, sampling_batch(plan.sampling))
+            return logits, self.runner.sample(logits, sampling_batch(plan.sampling))
         except Exception:
             # Some layers may have written KV, and moved the state of a hybrid model: none of these
             # requests can go on from here.

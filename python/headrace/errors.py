@@ -96,6 +96,10 @@ class DeviceError(HeadraceError, RuntimeError):
     """The driver of a GPU refused a call. Names the call and what the driver said."""
 
 
+class StepTimeout(HeadraceError, TimeoutError):
+    """A step on a GPU did not end within `step_timeout_s`; its engine runs no more."""
+
+
 class ModelError(HeadraceError):
     """A model that cannot be loaded: unknown, damaged or not supported. Names the file or key."""
 

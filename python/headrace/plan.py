@@ -1,8 +1,8 @@
-"""Memory arithmetic of one rank: weights, KV, state, workspace, and what fits in a budget.
+"""Memory arithmetic of one rank, a GPU: weights, KV, state, steps, and what fits in a budget.
 
 Reads configurations, never weights. KV bytes come from the functions the KV cache itself uses, on
-the configuration of one rank, so plan and pools cannot drift apart; those of the host tier likewise
-come from the function that sizes it. Not counted: what a driver and
+the configuration of one rank, so plan and pools cannot drift apart; those of the host tier and of
+steps likewise come from the functions that size them for an engine. Not counted: what a driver and
 a library take for themselves, and on a CPU the second, reordered copy of a tied head.
 """
 
@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from headrace.backends.base import PREFILL_TILE
+from headrace.backends.cuda.memory import step_bytes
 from headrace.config import MAX_BATCH_SIZE
 from headrace.errors import ConfigError, ModelError
 from headrace.kv.cache import check_width
@@ -44,8 +45,9 @@ class MemoryPlan:
     `budget_bytes` and what follows from it are None without a budget. A dense model has no state.
     `max_slots_that_fit` is at `context`, `max_context_that_fits` at `slots`; 0 if nothing fits.
     Both are None if the number of pages is given; `max_pages_that_fit` is None with slots.
-    `kv_bytes_total` is that of the pool: slots, or pages. `pages` and `stream` are None with slots,
-    `host` without a host tier.
+    `kv_bytes_total` is that of the pool: slots, or pages. `workspace_bytes` are what the layers of
+    a step have on any device, `gpu_step_bytes` what steps take on a GPU beside them. `pages` and
+    `stream` are None with slots, `host` without a host tier.
     """
 
     model: str
@@ -61,6 +63,7 @@ class MemoryPlan:
     kv_bytes_total: int
     state_bytes_per_slot: int
     workspace_bytes: int
+    gpu_step_bytes: int
     total_bytes: int
     budget_bytes: int | None = None
     left_bytes: int | None = None
@@ -259,10 +262,25 @@ def make_plan(
             return slots, context
         return num_pages or slots * -(-context // page_size), page_size
 
+    def steps(slots: int, context: int) -> tuple[int, int]:
+        """Bytes of the workspace, and of what a GPU takes besides."""
+        return (
+            workspace_bytes(rank, slots, context, max_batch_tokens, itemsize),
+            step_bytes(
+                rank,
+                slots=slots,
+                max_context=context,
+                page_tokens=pool(slots, context)[1],
+                max_batch_tokens=max_batch_tokens,
+                itemsize=itemsize,
+            ),
+        )
+
     def total(slots: int, context: int) -> int:
         kv = layout.pool_bytes(*pool(slots, context))
-        workspace = workspace_bytes(rank, slots, context, max_batch_tokens, itemsize)
-        return weights + kv + slots * state + workspace
+        return weights + kv + slots * state + sum(steps(slots, context))
+
+    workspace, on_gpu = steps(slots, context)
 
     plan = MemoryPlan(
         model=model,
@@ -277,7 +295,8 @@ def make_plan(
         kv_bytes_per_slot=layout.bytes_per_slot(context),
         kv_bytes_total=layout.pool_bytes(*pool(slots, context)),
         state_bytes_per_slot=state,
-        workspace_bytes=workspace_bytes(rank, slots, context, max_batch_tokens, itemsize),
+        workspace_bytes=workspace,
+        gpu_step_bytes=on_gpu,
         total_bytes=total(slots, context),
         pages=plan_pages(
             layout, pages=pool(slots, context)[0], page_tokens=page_size, width=slot_widths
@@ -329,8 +348,9 @@ def check_fits(plan: MemoryPlan) -> None:
         f"{plan.model} with {plan.slots} slots of {plan.context} tokens needs "
         f"{plan.total_bytes:,} bytes a rank (weights {plan.weights_bytes:,}, KV "
         f"{plan.kv_bytes_total:,}, state {plan.slots * plan.state_bytes_per_slot:,}, workspace "
-        f"{plan.workspace_bytes:,}), {plan.budget_bytes:,} are there, {-plan.left_bytes:,} are "
-        f"missing; what fits is {', or '.join(fits)}; lower slots, pages or context, or raise tp"
+        f"{plan.workspace_bytes:,}, GPU steps {plan.gpu_step_bytes:,}), "
+        f"{plan.budget_bytes:,} are there, {-plan.left_bytes:,} are missing; what fits is "
+        f"{', or '.join(fits)}; lower slots, pages or context, or raise tp"
     )
 
 

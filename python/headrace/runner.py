@@ -86,6 +86,11 @@ class ModelRunner:
                 self.state.copy_slot(slot, staging)
             return logits
 
+    def sample(self, logits: torch.Tensor, options: SamplingBatch) -> SampleResult:
+        """Choose tokens of logits that `forward` gave, and wait for them."""
+        with torch.inference_mode():
+            return sample(logits, options)
+
     def execute(self, plan: StepPlan, gates: Gates | None = None) -> SampleResult:
         """Compute all rows and sample one token for each row that wants one."""
         return self.launch(plan, gates).wait()
@@ -104,8 +109,7 @@ class ModelRunner:
         else:
             logits = self.forward(plan, gates, previous.wait().token_ids)
             self.ahead_steps += 1
-        with torch.inference_mode():
-            result = sample(logits, sampling_batch(plan.sampling))
+        result = self.sample(logits, sampling_batch(plan.sampling))
         return Finished(result, feeds_next=self.runs_ahead)
 
 

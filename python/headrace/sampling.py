@@ -14,7 +14,7 @@ there it is taken row by row, and the one logarithm a row needs is left to the h
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -184,7 +184,9 @@ class SampleResult:
         return cls(token_ids=token_ids, logprobs=[None] * len(token_ids), bad_rows=bad_rows)
 
 
-def sample(logits: Tensor, batch: SamplingBatch) -> SampleResult:
+def sample(
+    logits: Tensor, batch: SamplingBatch, before_read: Callable[[], None] | None = None
+) -> SampleResult:
     """Choose a token for every row; a batch that is greedy throughout costs one argmax.
 
     Parameters
@@ -193,6 +195,8 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SampleResult:
         float32 [S, vocab], not changed. At most 2**18 tokens.
     batch
         Options of the same S rows.
+    before_read
+        Called once the tokens are asked of the device, before they are read.
 
     Notes
     -----
@@ -201,7 +205,10 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SampleResult:
     `uniform`. `top_k` keeps exactly k tokens, `top_p` at least one. Log-probabilities are of the
     logits as given, before any option.
     """
-    token_ids = choose(logits, batch).cpu().numpy()
+    chosen = choose(logits, batch)
+    if before_read is not None:
+        before_read()
+    token_ids = chosen.cpu().numpy()
     reported = np.flatnonzero((batch.logprobs >= 0) & (token_ids >= 0))
     result = SampleResult.of(token_ids)
     for part in _passes(reported):

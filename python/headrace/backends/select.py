@@ -19,15 +19,13 @@ def choose_device(config: EngineConfig) -> torch.device:
     device = torch.device("cpu")
     if name.startswith("cuda") or (name == "auto" and torch.cuda.is_available()):
         try:
-            require_gpu()
-            device = torch.device("cuda", int(name.partition(":")[2] or 0))
+            gpu = torch.device("cuda", int(name.partition(":")[2] or 0))
+            require_gpu(gpu)
+            device = gpu
         except CudaUnavailable as error:
             if name != "auto":
-                raise ConfigError(f"device={name!r}: {error}; accepted here is cpu") from error
+                raise ConfigError(f"device={name!r}: {error}; or take cpu") from error
     if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if device.index >= count:
-            raise ConfigError(f"device={name!r}: accepted is cuda:0 to cuda:{count - 1}")
         cpu_only = {"copy_check": config.copy_check, "link_bytes_per_s": config.link_bytes_per_s}
         for name, value in cpu_only.items():
             if value:

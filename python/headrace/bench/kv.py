@@ -97,7 +97,7 @@ def bench_kv(
     """
     bytes_per_s = None
     if device != "cpu":
-        require_gpu()
+        require_gpu(torch.device(device))
         bytes_per_s = copy_bandwidth(torch.device(device))
     rows = run(
         every_format() if formats is None else formats,

@@ -179,6 +179,7 @@ def _print_table(plan: "MemoryPlan") -> None:
         *_page_rows(plan),
         ("state a slot", plan.state_bytes_per_slot),
         ("workspace (estimate)", plan.workspace_bytes),
+        ("GPU steps besides", plan.gpu_step_bytes),
         ("total", plan.total_bytes),
         ("budget", plan.budget_bytes),
         ("left", plan.left_bytes),

@@ -23,6 +23,9 @@ mod pinned;
 mod register;
 #[cfg(test)]
 mod tests;
+mod waiter;
+
+pub use waiter::EventWaiter;
 
 use std::any::Any;
 use std::ffi::c_void;

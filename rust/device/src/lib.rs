@@ -18,7 +18,7 @@ pub mod sim;
 pub use clock::{Deadline, monotonic_ns};
 pub use cpu::{CpuDevice, Injection};
 #[cfg(not(loom))]
-pub use cuda::{CudaConfig, CudaDevice};
+pub use cuda::{CudaConfig, CudaDevice, EventWaiter};
 pub use device::{
     Device, Fault, LayerCopy, Progress, Stream, Sums, Ticket, Transfer, Waker, Word, word_reached,
 };

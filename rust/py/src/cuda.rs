@@ -1,14 +1,15 @@
-//! `CudaDevice` for Python.
+//! `CudaDevice` and `EventWaiter` for Python.
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use headrace_core as core;
 use headrace_device as device;
 use pyo3::prelude::*;
 
 use crate::copy::injection;
-use crate::door::{Door, Home};
+use crate::door::{Door, Home, timeout as to_duration};
 use crate::region::HostMemory;
 
 #[pyclass(frozen, module = "headrace._core")]
@@ -74,5 +75,31 @@ impl CudaDevice {
     ) -> PyResult<()> {
         let (stream, what) = injection(py, stream, what, seconds)?;
         py.enter(self.home, || self.inner.inject(stream, nth, what))
+    }
+}
+
+#[pyclass(frozen, module = "headrace._core")]
+pub(crate) struct EventWaiter {
+    inner: device::EventWaiter,
+    home: Home,
+}
+
+#[pymethods]
+impl EventWaiter {
+    #[new]
+    fn new(py: Python<'_>, ordinal: u32) -> PyResult<Self> {
+        let home = Home::here();
+        let inner = py.enter(home, || device::EventWaiter::new(ordinal))?;
+        Ok(Self { inner, home })
+    }
+
+    fn wait(&self, py: Python<'_>, event_handle: u64, timeout: f64) -> PyResult<bool> {
+        let timeout = to_duration(py, Some(timeout))?.unwrap_or(Duration::MAX);
+        let began_ns = device::monotonic_ns();
+        let over = py.wait(self.home, Some(timeout), |slice| {
+            let over = self.inner.wait(event_handle, began_ns, slice)?;
+            Ok(over.then_some(()))
+        })?;
+        Ok(over.is_some())
     }
 }

@@ -38,6 +38,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<region::CopyPlanes>()?;
     module.add_class::<copy::CpuDevice>()?;
     module.add_class::<cuda::CudaDevice>()?;
+    module.add_class::<cuda::EventWaiter>()?;
     module.add_class::<copy::CopyQueue>()?;
     module.add_class::<copy::CopyTicket>()?;
     module.add_class::<copy::StepHandle>()?;

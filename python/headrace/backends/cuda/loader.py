@@ -119,21 +119,29 @@ def load_kernel(
     return load_variant(variant).function(name, shared=shared, early=early)
 
 
-@functools.cache
-def require_gpu() -> None:
-    """Check once that the current machine can run the kernels.
+def require_gpu(device: torch.device | None = None) -> None:
+    """Check that a GPU can run the kernels, once for each; the current one if none is named.
 
     Raises
     ------
     CudaUnavailable
-        No GPU of compute capability 9.0, or no CuPy.
+        No such GPU, one that is not of compute capability 9.0, or no CuPy.
     """
     if not torch.cuda.is_available():
         raise CudaUnavailable("no CUDA device: torch.cuda.is_available() is False")
-    found = torch.cuda.get_device_capability()
+    index = None if device is None else device.index
+    _require(torch.cuda.current_device() if index is None else index)
+
+
+@functools.cache
+def _require(index: int) -> None:
+    count = torch.cuda.device_count()
+    if index >= count:
+        raise CudaUnavailable(f"no device cuda:{index}: accepted is cuda:0 to cuda:{count - 1}")
+    found = torch.cuda.get_device_capability(index)
     if found != _CAPABILITY:
         raise CudaUnavailable(
-            f"compute capability {found[0]}.{found[1]}: the kernels are built for "
+            f"compute capability {found[0]}.{found[1]} of cuda:{index}: the kernels are built for "
             f"{_CAPABILITY[0]}.{_CAPABILITY[1]}"
         )
     _cupy()

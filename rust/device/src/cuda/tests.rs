@@ -5,6 +5,7 @@ mod choice;
 mod copies;
 mod memory;
 mod order;
+mod waiter;
 
 use std::cell::RefCell;
 use std::ffi::CStr;
