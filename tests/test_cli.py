@@ -292,7 +292,7 @@ def test_plan_counts_for_steps_what_the_engine_keeps_free(tiny, monkeypatch, lay
     config = EngineConfig(model=path, max_batch_size=5, max_context=192, **options)
     with Engine(config) as engine:
         monkeypatch.setattr(engine, "device", torch.device("cuda", 0))
-        kept = engine._step_bytes(torch.float32, engine.kv.page_tokens)
+        kept = engine._step_bytes(engine.kv.format, engine.kv.page_tokens)
         plan = make_plan(
             engine.model_config, model="m", dtype="float32", slots=5, context=192, **options
         )
@@ -305,7 +305,7 @@ def test_plan_of_two_ranks_splits_the_scratch_of_steps():
         make_plan(KNOWN_CONFIGS["qwen3-8b"], model="m", tp=tp, slots=8).gpu_step_bytes
         for tp in (1, 2)
     )
-    logits = 8 * 151_936 * 4  # whole on both
+    logits = (1 + 2 + 4 + 8) * 151_936 * 4  # whole on both
     assert (one - logits) / 2 < two - logits < (one - logits) / 2 + 100_000
 
 

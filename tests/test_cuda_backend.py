@@ -19,6 +19,7 @@ from headrace.backends.cuda.step_arrays import StepArrays, StepShape, shape_of
 from headrace.backends.select import choose_device
 from headrace.backends.torch_ops import TorchBackend
 from headrace.engine import _tier_bytes_beside
+from headrace.kv.formats import AUTO, FP8, KVFormat
 from headrace.layers import block_fp8
 from headrace.loading.build import load_model
 from headrace.loading.resolve import resolve_model
@@ -320,17 +321,22 @@ def test_steps_on_a_gpu_are_counted_before_pools_are_made():
     """HST-18: scratch (kv_formats.md section 5), KV of a gathered prompt, arrays of a graph."""
     options = {"max_context": 65_536, "page_tokens": 64, "max_batch_tokens": 512, "itemsize": 2}
     dense = KNOWN_CONFIGS["qwen3-8b"]
-    found = step_bytes(dense, slots=8, **options)
+    codes, plain = (KVFormat(name=name, model_dtype=torch.bfloat16) for name in (FP8, AUTO))
+    found = step_bytes(dense, codes, slots=8, **options)
     attention = 8 * 8 * (65_536 // 512) * 4 * (128 + 2) * 4
     gathered = 2 * 65_536 * 8 * 128 * 2
     table = 8 * (65_536 // 64) * 4
-    logits = 8 * 151_936 * 4
+    logits = (1 + 2 + 4 + 8) * 151_936 * 4
     assert 0 < found - (attention + gathered + table + logits) < 2_000
     # Seven slots are served by the graph of eight rows.
-    assert step_bytes(dense, slots=7, **options) == found
+    assert step_bytes(dense, codes, slots=7, **options) == found
+    # KV that is no code is read where it lies.
+    assert step_bytes(dense, plain, slots=8, **options) == found - gathered
     hybrid = KNOWN_CONFIGS["qwen3.5-27b"]
     more = options | {"max_batch_tokens": 1024}
-    mixer = step_bytes(hybrid, slots=8, **more) - step_bytes(hybrid, slots=8, **options)
+    mixer = step_bytes(hybrid, codes, slots=8, **more) - step_bytes(
+        hybrid, codes, slots=8, **options
+    )
     assert mixer == 512 * ((3 * 10_240 + 3 * 6_144) * 2 + 6_144 * 4)
 
 

@@ -40,10 +40,11 @@ _FIRST_STAGING_BYTES = 1 << 20  # it grows with the steps
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """A decode step of one width."""
+    """A decode step of one width, and where it leaves its logits."""
 
     graph: torch.cuda.CUDAGraph
     arrays: StepArrays
+    logits: torch.Tensor
 
 
 class _Ticket:
@@ -103,6 +104,7 @@ class CudaRunner(ModelRunner):
     """
 
     stream: torch.cuda.Stream
+    _logits: torch.Tensor  # of the last replay
 
     def __init__(
         self,
@@ -130,9 +132,6 @@ class CudaRunner(ModelRunner):
             self._graph_staging = _Staging(nbytes, self._device, self.waits)
             self._argmax = Argmax(widest, self._device)
             self._tokens = torch.zeros(widest, dtype=torch.int32, device=self._device)
-            self._logits = torch.zeros(
-                (widest, model.config.vocab_size), dtype=torch.float32, device=self._device
-            )
             self._tokens_of: _Launched | None = None
             # Two are in use where steps run ahead.
             self._tickets = [_Ticket(widest), _Ticket(widest)]
@@ -253,6 +252,7 @@ class CudaRunner(ModelRunner):
         self._graph_staging.send(captured.arrays)
         self._tokens_of = None  # until it is known whose they are
         captured.graph.replay()
+        self._logits = captured.logits
         self.replays += 1
         return True
 
@@ -348,17 +348,17 @@ class CudaRunner(ModelRunner):
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                self._decode(batch, width)
-            self._graphs[width] = _Captured(graph, arrays)
+                logits = self._decode(batch, width)
+            self._graphs[width] = _Captured(graph, arrays, logits)
 
     def _decode_shape(self, width: int) -> StepShape:
         return StepShape(tokens=width, decode_rows=width, table_pages=self._table_pages)
 
-    def _decode(self, batch: ForwardBatch, width: int) -> None:
+    def _decode(self, batch: ForwardBatch, width: int) -> torch.Tensor:
         """From the embedding to the greedy token, which takes the place of what it was fed."""
         logits = self.model.forward(batch, self.kv, self.state)
         self._argmax(logits, out=self._tokens[:width])
-        self._logits[:width].copy_(logits)
+        return logits
 
 
 # Streams of runners that are gone, by device: libraries keep memory for every stream they meet.

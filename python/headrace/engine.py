@@ -27,7 +27,7 @@ from headrace.backends.select import choose_device, make_backend
 from headrace.config import EngineConfig, checks_enabled, preempt_every
 from headrace.errors import ConfigError, EngineClosed, InvalidRequest, PromptTooLong, UnknownRequest
 from headrace.kv.cache import KVCache, check_width, kv_layout
-from headrace.kv.formats import KVLayout, parse_kv_format
+from headrace.kv.formats import KVFormat, KVLayout, parse_kv_format
 from headrace.kv.memory import available_bytes
 from headrace.kv.state import StatePool
 from headrace.loading.build import LoadedModel, load_model
@@ -136,7 +136,7 @@ class Engine:
         host = self._host_sizes(layout, state_bytes)
         staging = min(config.max_batch_size, _MAX_STAGING) if host and host.snapshots else 0
         # Bytes beside weights and pools that steps are expected to take at most.
-        self.step_bytes = self._step_bytes(dtype, page_tokens)
+        self.step_bytes = self._step_bytes(kv_format, page_tokens)
         kept = self.step_bytes + _tier_bytes_beside(self.device, host)
         _check_memory(
             layout.pool_bytes(pages, page_tokens),
@@ -182,7 +182,7 @@ class Engine:
         self._request_count = itertools.count()
         self._closed = False
 
-    def _step_bytes(self, dtype: torch.dtype, page_tokens: int) -> int:
+    def _step_bytes(self, kv_format: KVFormat, page_tokens: int) -> int:
         """Bytes to leave free for what steps and graphs allocate; a CPU counts no such thing."""
         if self.device.type != "cuda":
             return 0
@@ -190,13 +190,15 @@ class Engine:
 
         torch.cuda.empty_cache()  # what loading left would count as taken
         config, model = self.config, self.model_config
-        slots, tokens, itemsize = config.max_batch_size, config.max_batch_tokens, dtype.itemsize
+        slots, tokens = config.max_batch_size, config.max_batch_tokens
+        itemsize = kv_format.model_dtype.itemsize
         workspace = workspace_bytes(model, slots, self.max_context, tokens, itemsize)
         return (
             _GPU_RESERVE_BYTES
             + workspace
             + step_bytes(
                 model,
+                kv_format,
                 slots=slots,
                 max_context=self.max_context,
                 page_tokens=page_tokens,

@@ -268,6 +268,7 @@ def make_plan(
             workspace_bytes(rank, slots, context, max_batch_tokens, itemsize),
             step_bytes(
                 rank,
+                layout.kv_format,
                 slots=slots,
                 max_context=context,
                 page_tokens=pool(slots, context)[1],

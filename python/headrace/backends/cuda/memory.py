@@ -1,13 +1,15 @@
 """Bytes that steps take on a GPU besides weights and pools, known before these are made.
 
-What is allocated by size is counted: scratch of decode attention, arrays and results of the widest
-graph, the KV a prompt gathers, the tensors of a linear mixer. What a library or the driver takes
-for itself is not in it. No state.
+What is allocated by size is counted: scratch of decode attention, arrays of the widest graph,
+logits of all, the KV a prompt decodes from codes, the tensors of a linear mixer. What a library or
+the driver takes for itself is not in it. No state.
 """
 
 from headrace._core import decode_width
 from headrace.backends.cuda.kv import scratch_bytes
+from headrace.backends.cuda.prefill_attention import reads_pool
 from headrace.backends.cuda.step_arrays import StepShape
+from headrace.kv.formats import KVFormat
 from headrace.models.config import ModelConfig
 
 _FLOAT32 = 4
@@ -15,6 +17,7 @@ _FLOAT32 = 4
 
 def step_bytes(
     config: ModelConfig,
+    kv_format: KVFormat,
     *,
     slots: int,
     max_context: int,
@@ -27,10 +30,12 @@ def step_bytes(
     group = config.num_heads // config.num_kv_heads
     attention = scratch_bytes(rows, config.num_kv_heads, group, config.head_dim, max_context)
     # K and V of a whole request, as prefill attention reads them.
-    gathered = 2 * max_context * config.num_kv_heads * config.head_dim * itemsize
+    row = 2 * config.num_kv_heads * config.head_dim * itemsize
+    gathered = 0 if reads_pool(kv_format) else max_context * row
     table_pages = -(-max_context // page_tokens)
     arrays = StepShape(tokens=rows, decode_rows=rows, table_pages=table_pages).nbytes
-    logits = rows * config.vocab_size * _FLOAT32
+    widths = {decode_width(count) for count in range(1, slots + 1)}
+    logits = sum(widths) * config.vocab_size * _FLOAT32
     return attention + gathered + arrays + logits + tokens * _mixer_bytes(config, itemsize)
 
 
