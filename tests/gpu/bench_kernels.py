@@ -1,7 +1,8 @@
-"""Time the kernels: `python tests/gpu/bench_kernels.py [gemm|sweep|delta|prefill|fused]`.
+"""Time the kernels: `python tests/gpu/bench_kernels.py [gemm|sweep|delta|prefill|fused|append]`.
 
 Each number is the median of replays of a CUDA graph over copies of the weights of at least 400 MB
-together, so that the L2 cache does not help. Launch gaps inside a graph are part of it.
+together, so that the L2 cache does not help. Launch gaps inside a graph are part of it. `append`
+has its inputs where a model has them: in L2 as far as they fit, as if just projected.
 """
 
 # ruff: noqa: B023, PERF401 (every lambda is called within its turn of the loop)
@@ -12,7 +13,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from headrace.backends.cuda import fused
+from headrace.backends.cuda import fused, kv
 from headrace.backends.cuda.delta import DeltaPrefill, DeltaStep, DeltaWeights
 from headrace.backends.cuda.gemm import (
     TILINGS,
@@ -20,7 +21,10 @@ from headrace.backends.cuda.gemm import (
     Tiling,
 )
 from headrace.backends.cuda.sample import Argmax
+from headrace.kv.formats import KVLayout, parse_kv_format
+from headrace.kv.planes import PlanePool
 from headrace.layers.block_fp8 import BlockFp8Weight, blocks_of
+from headrace.layers.rope import RotaryEmbedding
 from headrace.models.hybrid_config import LinearAttention
 
 DEVICE = torch.device("cuda")
@@ -194,14 +198,47 @@ def bench_fused() -> None:
         print(f"fused rows {rows}, us:", *cells)
 
 
+def bench_append(layers: int = 8) -> None:
+    """q in place; GB/s of the vectors read and written. By span: what the choice is made from."""
+    for heads, kv_heads, head_dim in ((32, 8, 128), (24, 4, 256)):
+        kv_format = parse_kv_format("auto", model_dtype=BF16)
+        layout = KVLayout(kv_format=kv_format, layers=layers, kv_heads=kv_heads, head_dim=head_dim)
+        pool = PlanePool.allocate(layout, pages=1, page_tokens=8192, device=DEVICE)
+        kernels = kv.KVKernels(pool, query_heads=heads, max_rows=8, max_context=8192)
+        weight = torch.ones(head_dim, device=DEVICE, dtype=BF16)
+        norm = kv.QKNorm(q=weight, k=weight, eps=1e-6, wide=False)
+        table = RotaryEmbedding(head_dim, 1e6, 8192, DEVICE)
+        rotary = kv.Rotary(cos=table.cos, sin=table.sin)
+        for tokens in (8, 1024, 8192):
+            vectors = heads + 2 * kv_heads
+            projected = torch.randn((tokens, vectors, head_dim), device=DEVICE, dtype=BF16)
+            q, k, v = projected.split([heads, kv_heads, kv_heads], dim=1)
+            index = torch.arange(tokens, device=DEVICE)
+            page = torch.zeros_like(index)
+            calls = [
+                lambda layer=layer: kernels.append_fused(
+                    layer, page, index, index, q, k, v, q_out=q, norm=norm, rotary=rotary
+                )
+                for layer in range(layers)
+            ]
+            cells, chosen = [], kv._APPEND_SPAN
+            for span in (4, 8, 16) if tokens * vectors > kv._APPEND_WAVE else (1,):
+                kv._APPEND_SPAN = span
+                us = timed(calls * 4)
+                moved = 2 * projected.numel() * projected.element_size()
+                cells.append(f"span {span}: {us:.2f} us ({moved / us / 1e3:.0f} GB/s)")
+            kv._APPEND_SPAN = chosen
+            print(f"append {heads}/{kv_heads} heads D {head_dim}, {tokens} tokens", *cells)
+
+
 def main() -> None:
     torch.manual_seed(0)
     benches = {
         "gemm": bench_gemm, "sweep": bench_sweep, "delta": bench_delta,
-        "prefill": bench_prefill, "fused": bench_fused,
+        "prefill": bench_prefill, "fused": bench_fused, "append": bench_append,
     }  # fmt: skip
     print(torch.cuda.get_device_name(), torch.__version__)
-    for name in sys.argv[1:] or ("gemm", "delta", "prefill", "fused"):
+    for name in sys.argv[1:] or ("gemm", "delta", "prefill", "fused", "append"):
         benches[name]()
 
 

@@ -15,6 +15,7 @@ from kv_setup import (
     stored,
 )
 
+from headrace.backends.cuda import kv as kv_module
 from headrace.backends.cuda.kv import KVKernels, QKNorm, Rotary, max_splits, slot_table
 from headrace.backends.torch_ops import TorchBackend
 from headrace.errors import ConfigError
@@ -61,13 +62,24 @@ def checksums(pool):
     return [int(t.view(torch.uint8).to(torch.int64).sum()) for t in pool.tensors.values()]
 
 
+def same_bits(ours, other):
+    return torch.equal(ours.view(torch.uint8), other.view(torch.uint8))
+
+
 # ---- append ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["one vector a warp", "spans"])
+def append_form(request, monkeypatch):
+    """Both forms of the kernel, for any number of tokens."""
+    wave = 0 if request.param == "spans" else 2**32
+    monkeypatch.setattr(kv_module, "_APPEND_WAVE", wave)
 
 
 @every_head_dim
 @every_format
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
-def test_append_writes_the_bytes_of_the_reference(kv_format, head_dim, dtype):
+def test_append_writes_the_bytes_of_the_reference(kv_format, head_dim, dtype, append_form):
     kv_format = with_dtype(kv_format, dtype)
     kv_heads, rows = 3, 48
     x = torch.cat([make(kind, rows, head_dim) for kind, make in INPUTS]).to(dtype)
@@ -93,8 +105,37 @@ def test_append_writes_the_bytes_of_the_reference(kv_format, head_dim, dtype):
         assert torch.equal(ours, tensor.view(torch.uint8)), name
 
 
+@every_head_dim
 @every_format
-def test_rows_that_are_padding_or_out_of_range_write_nothing(kv_format):
+def test_append_of_many_tokens_writes_the_bytes_of_the_reference(kv_format, head_dim):
+    """Strided views, and padding rows in the middle."""
+    kv_heads, tokens, page_tokens = 3, 1401, 7
+    assert tokens * 2 * kv_heads > kv_module._APPEND_WAVE
+    pool = new_pool(
+        kv_format,
+        layers=2,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        pages=202,
+        page_tokens=page_tokens,
+    )
+    pool.fill_poison()
+    expected = PlanePool.allocate(pool.layout, pages=202, page_tokens=page_tokens)
+    expected.fill_poison()
+    _, k, v = fused_inputs(head_dim, 6, kv_heads, tokens, gated=True)
+    cells = torch.randperm(202 * page_tokens, generator=torch.Generator().manual_seed(1))[:tokens]
+    pages, offsets = cells // page_tokens, cells % page_tokens
+    pages[::9] = -1
+    offsets[4::31] = page_tokens
+    live = (pages >= 0) & (offsets < page_tokens)
+    expected.append(1, pages[live], offsets[live], k.cpu()[live], v.cpu()[live])
+    kernels_of(pool).append(1, pages.to(DEVICE), offsets.to(DEVICE), k, v)
+    for name, tensor in expected.tensors.items():
+        assert same_bits(pool.tensors[name].cpu(), tensor), name
+
+
+@every_format
+def test_rows_that_are_padding_or_out_of_range_write_nothing(kv_format, append_form):
     """GRF-03."""
     pool = new_pool(kv_format, layers=2, kv_heads=2, head_dim=128, pages=4, page_tokens=32)
     pool.fill_poison()
@@ -109,18 +150,18 @@ def test_rows_that_are_padding_or_out_of_range_write_nothing(kv_format):
     assert checksums(pool) != before
 
 
-def norm_of(head_dim, wide):
+def norm_of(head_dim, wide, dtype=BF16):
     q, k = (1 + 0.1 * noise(head_dim, seed=seed) for seed in (5, 6))
     if not wide:
-        q, k = q.to(BF16), k.to(BF16)
+        q, k = q.to(dtype), k.to(dtype)
     return QKNorm(q=q, k=k, eps=1e-6, wide=wide)
 
 
-def fused_inputs(head_dim, heads, kv_heads, tokens, gated):
+def fused_inputs(head_dim, heads, kv_heads, tokens, gated, dtype=BF16):
     """Views of one projection, as an attention layer has them."""
     per_head = 2 if gated else 1
     width = (heads * per_head + 2 * kv_heads) * head_dim
-    projected = noise(tokens, width, seed=9, dtype=BF16)
+    projected = noise(tokens, width, seed=9, dtype=dtype)
     q = projected[:, : heads * per_head * head_dim]
     q = q.view(tokens, heads, per_head * head_dim)[:, :, :head_dim]
     kv = projected[:, heads * per_head * head_dim :].view(tokens, 2 * kv_heads, head_dim)
@@ -130,7 +171,7 @@ def fused_inputs(head_dim, heads, kv_heads, tokens, gated):
 @every_head_dim
 @pytest.mark.parametrize("wide", [False, True, None])
 @pytest.mark.parametrize("fraction", [0, 0.25, 1])
-def test_fused_append_norms_turns_and_encodes(head_dim, wide, fraction):
+def test_fused_append_norms_turns_and_encodes(head_dim, wide, fraction, append_form):
     heads, kv_heads, tokens = 6, 2, 21
     q, k, v = fused_inputs(head_dim, heads, kv_heads, tokens, gated=head_dim == 256)
     norm = None if wide is None else norm_of(head_dim, wide)
@@ -191,7 +232,71 @@ def test_fused_append_norms_turns_and_encodes(head_dim, wide, fraction):
             assert torch.equal(quantised.tensors[name].cpu(), tensor), (kv_format.label, name)
 
 
-def test_fused_append_in_place_leaves_padding_rows_alone():
+@pytest.mark.parametrize("heads", [(9, 3), (24, 4), (32, 8), (12, 2), (5, 1)], ids=str)
+@every_head_dim
+@all_formats
+def test_bits_of_an_append_depend_neither_on_the_form_nor_on_other_tokens(
+    kv_format, head_dim, heads, monkeypatch
+):
+    """Spans of heads, one vector a warp, and a few tokens of a prompt as a decode step has them."""
+    (query_heads, kv_heads), dtype = heads, kv_format.model_dtype
+    vectors = query_heads + 2 * kv_heads
+    tokens = (kv_module._APPEND_WAVE // vectors + 100) | 1
+    gated, partly = kv_heads == 4, kv_heads in (2, 4)
+    q, k, v = fused_inputs(head_dim, query_heads, kv_heads, tokens, gated, dtype)
+    places = torch.randperm(tokens, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    places[5::17] = -1
+    positions = torch.arange(tokens, device=DEVICE)
+    positions[places < 0] = 2**40
+    table = RotaryEmbedding(head_dim // (2 if partly else 1), 1e6, tokens, DEVICE)
+    layout = KVLayout(kv_format=kv_format, layers=1, kv_heads=kv_heads, head_dim=head_dim)
+
+    def run(norm, *, span=None, some=None):
+        """q and the pool after one call for all tokens, or for some; span: 1, or of a warp."""
+        chosen = slice(None) if some is None else some
+        pages = places[chosen]
+        pool = PlanePool.allocate(layout, pages=tokens, page_tokens=1, device=DEVICE)
+        pool.fill_poison()
+        out = torch.full((len(pages), query_heads, head_dim), -7.0, dtype=dtype, device=DEVICE)
+        kernels = kernels_of(pool, group=query_heads // kv_heads)
+        with monkeypatch.context() as patch:
+            if span is not None:
+                patch.setattr(kv_module, "_APPEND_WAVE", 2**32 if span == 1 else 0)
+                patch.setattr(kv_module, "_APPEND_SPAN", span)
+            kernels.append_fused(
+                0,
+                pages,
+                torch.zeros_like(pages),
+                positions[chosen],
+                q[chosen],
+                k[chosen],
+                v[chosen],
+                q_out=out,
+                norm=norm,
+                rotary=Rotary(cos=table.cos, sin=table.sin),
+            )
+        return out, pool
+
+    some = torch.tensor([1, 5, 100, 101, tokens - 1], device=DEVICE)
+    assert len(some) * vectors <= kv_module._APPEND_WAVE < tokens * vectors
+    for wide in (False, True, None):
+        norm = None if wide is None else norm_of(head_dim, wide, dtype)
+        expected, wanted = run(norm, span=1)
+        assert (expected[5] == -7).all()
+        assert (expected[places >= 0] != -7).any(-1).all()
+        for span in (None, 4, 8, 16):
+            out, pool = run(norm, span=span)
+            assert same_bits(out, expected), (span, wide)
+            for name, tensor in wanted.tensors.items():
+                assert same_bits(pool.tensors[name], tensor), (name, span, wide)
+        few, pool = run(norm, some=some)
+        assert same_bits(few, expected[some]), wide
+        written = places[some][places[some] >= 0]
+        for name, tensor in wanted.tensors.items():
+            assert same_bits(pool.tensors[name][0, written], tensor[0, written]), (name, wide)
+
+
+def test_fused_append_in_place_leaves_padding_rows_alone(append_form):
     q, k, v = fused_inputs(128, 4, 2, 8, gated=False)
     pool = new_pool(FORMATS[0], layers=1, kv_heads=2, head_dim=128, pages=8, page_tokens=16)
     pages = torch.arange(8, device=DEVICE)

@@ -179,22 +179,6 @@ DEVICE float group_max(float value) {
     return value;
 }
 
-// Sum over the tree of neighbours that the format definition pins.
-template <int W>
-DEVICE float tree_sum(float (&t)[W]) {
-#pragma unroll
-    for (int width = 1; width < W; width *= 2) {
-#pragma unroll
-        for (int r = 0; r < W; r += 2 * width) t[r] = __fadd_rn(t[r], t[r + width]);
-    }
-    float total = t[0];
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-        total = __fadd_rn(total, __shfl_xor_sync(FULL_WARP, total, distance));
-    }
-    return total;
-}
-
 // Walsh-Hadamard transform of N vectors, natural order, not normalised; together, because one
 // exchange takes long and the next of the same vector has to wait for it.
 template <int N, int W>

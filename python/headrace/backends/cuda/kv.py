@@ -29,6 +29,10 @@ MAX_CONTEXT = 1_048_576  # what the weights of a merge have shared memory for
 TILE_TOKENS = 16  # a tile must lie in one page
 _F32_GROUPS = (4, 8)
 _APPEND_WARPS = 4
+# One vector a warp while one wave of warps holds them all; beyond, a warp works on a span of heads,
+# some at a time. No bit depends on it.
+_APPEND_WAVE = 8192
+_APPEND_TOGETHER, _APPEND_SPAN = 4, 8
 _MAX_VECTORS = 2**32 - _APPEND_WARPS  # the kernel numbers them in 32 bits
 _GATHER_WARPS, _GATHER_RUN = 4, 4
 _MERGE_THREADS = 256
@@ -41,7 +45,10 @@ _NO_FMA = ("-fmad=false",)
 def _append_variant(dtype: str, kv_format: str, head_dim: int) -> Variant:
     return Variant(
         file="kv_append.cu",
-        names=(f"kv_append<{dtype}, {kv_format}, {head_dim}>",),
+        names=tuple(
+            f"kv_append<{dtype}, {kv_format}, {head_dim}, {count}>"
+            for count in (1, _APPEND_TOGETHER)
+        ),
         # A fused multiply-add rounds once where the definition of the formats rounds twice.
         options=_NO_FMA,
     )
@@ -178,7 +185,9 @@ class KVKernels:
         kind = _kind(layout.kv_format)
         variant = _append_variant(_DTYPES[self._dtype], kind, self._head_dim)
         device = torch.cuda.current_device()
-        self._append = load_kernel(variant, variant.names[0], device, early=True)
+        self._append, self._append_spans = (
+            load_kernel(variant, name, device, early=True) for name in variant.names
+        )
         self._gathers: dict[torch.dtype, Kernel] = {}
         self._load_attention(kind)
         self._allocate_scratch()
@@ -236,7 +245,8 @@ class KVKernels:
         q_heads = 0 if q is None else q.shape[1]
         if tokens == 0:
             return
-        if tokens * (q_heads + 2 * self._kv_heads) > _MAX_VECTORS:
+        vectors = tokens * (q_heads + 2 * self._kv_heads)
+        if vectors > _MAX_VECTORS:
             raise ConfigError(f"append: {tokens} tokens are more than one launch can number")
         assert pages.dtype == offsets.dtype == positions.dtype, "indices have one dtype"
         assert all(x.is_contiguous() for x in (pages, offsets, positions)), "indices are dense"
@@ -248,8 +258,12 @@ class KVKernels:
                 f"rotary_dim={2 * half}: the kernels accept multiples of {self._head_dim // 16} up "
                 f"to head_dim {self._head_dim}"
             )
-        self._append.launch(
-            (-(-tokens * (q_heads + 2 * self._kv_heads) // _APPEND_WARPS),),
+        kernel, span = self._append, 1
+        if vectors > _APPEND_WAVE:
+            kernel, span = self._append_spans, _APPEND_SPAN
+        q_runs, kv_runs = -(-q_heads // span), -(-self._kv_heads // span)
+        kernel.launch(
+            (-(-tokens * (q_runs + 2 * kv_runs) // _APPEND_WARPS),),
             32 * _APPEND_WARPS,
             (
                 *queries,
@@ -259,6 +273,9 @@ class KVKernels:
                 tokens,
                 q_heads,
                 self._kv_heads,
+                span,
+                q_runs,
+                kv_runs,
                 0 if norm is None else norm.q.data_ptr(),
                 0 if norm is None else norm.k.data_ptr(),
                 0 if norm is None else 2 if norm.wide else 1,
