@@ -15,8 +15,8 @@ from headrace.kv.formats import AUTO, FP8, INT8, K8V4, KVFormat
 from headrace.models.batch import PrefillSegment
 
 BF16, FP16 = torch.bfloat16, torch.float16
-# Relative L2 of a row against float64 over the stored vectors: weights and results are rounded to the
-# model dtype, 2^-9 and 2^-12 at most, each.
+# Relative L2 of a row against float64 over the stored vectors: weights and results are rounded to
+# the model dtype, 2^-9 and 2^-12 at most, each.
 BOUND = {BF16: 4e-3, FP16: 5e-4}
 
 
