@@ -6,6 +6,7 @@
 // -D at load: ELEMENT (0 bf16, 1 fp16, 2 fp32).
 #include "early.cuh"
 #include "element.cuh"
+#include "threads.cuh"
 
 namespace {
 
@@ -29,8 +30,7 @@ __device__ __forceinline__ void write(Element* p, const Vector& v) {
 // The same sum in every thread of the block: lanes as a tree, then warps ascending.
 __device__ __forceinline__ float block_sum(float x) {
     __shared__ float of_warp[32];
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+    x = warp_sum(x);
     if ((threadIdx.x & 31) == 0) of_warp[threadIdx.x >> 5] = x;
     __syncthreads();
     float total = 0.0f;
