@@ -1,6 +1,6 @@
-"""Copies between pinned host memory and the GPU: bytes, order, and whole engines with a host tier.
+"""Copies between pinned host memory and the GPU: bytes, order.
 
-HST-01, HST-03, HST-07, HST-11, HST-12, HST-17, KVD-01. Bytes are compared exactly; whatever must
+HST-01, HST-03, HST-07, HST-11, HST-12, HST-17. Bytes are compared exactly; whatever must
 not be written is poisoned, and so is every destination.
 """
 
@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from headrace import EngineConfig, SamplingParams
 from headrace._core import CopyPlanes, CopyQueue, CudaDevice, HostMemory, Region
 from headrace.backends.cuda import copy_gather
 from headrace.backends.cuda.copy_gather import copy_device
-from headrace.bench.loadback import bench_loadback, room
 from headrace.errors import ConfigError
 from headrace.kv.cache import KVCache, kv_layout
 from headrace.kv.formats import parse_kv_format
@@ -23,7 +21,7 @@ from headrace.kv.planes import PlanePool
 from headrace.kv.state import StatePool
 from headrace.models.hybrid_config import FULL_ATTENTION
 from headrace.tiers import HostSizes, HostTier
-from tier_cases import FORMATS, MODELS, PAGE, Plain, params, prompt, run, settle
+from tier_cases import FORMATS, MODELS, PAGE
 
 DEVICE = torch.device("cuda", 0)
 POISON = 0xEE
@@ -473,197 +471,3 @@ def test_every_plane_makes_the_round_trip(tiny, monkeypatch, model, name, mechan
     kinds = {config.layer_type(layer) for layer in range(config.num_layers)}
     assert (states is not None) == (kinds != {FULL_ATTENTION})
     tier.close()
-
-
-# Whole engines.
-
-LONG = prompt(5 * PAGE + 10)
-NOISE = [prompt(4 * PAGE + 3, seed) for seed in (1, 2)]
-SHORT = params(4)
-
-
-@pytest.fixture(scope="module")
-def plain(tiny):
-    made = {}
-
-    def get(model, name="auto"):
-        if (model, name) not in made:
-            options = {"device": "cuda", "dtype": "bfloat16", **FORMATS[name]}
-            made[model, name] = Plain(tiny(model).path, **options)
-        return made[model, name]
-
-    yield get
-    for one in made.values():
-        one.llm.close()
-
-
-def poisoned(llm):
-    """The engine with NaN in everything that nobody wrote."""
-    engine = llm.engine
-    engine.kv.fill_poison()
-    if engine.state is not None:
-        engine.state.fill_poison()
-    torch.cuda.synchronize()
-    return llm
-
-
-def delays(llm, seed, count=60):
-    """Delay copies of all streams at random."""
-    draw = random.Random(seed)
-    for stream in ("load", "window", "store"):
-        for nth in range(count):
-            seconds = draw.choice((0.0, 0.0, 2e-4, 2e-3))
-            llm.engine.tier.device.inject(stream, nth, "delay", seconds=seconds)
-
-
-@pytest.mark.parametrize("delayed", [False, True], ids=["", "delayed"])
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("model", MODELS)
-def test_device_hit_host_hit_and_stream_have_the_bits_of_a_miss(plain, model, name, delayed):
-    """KVD-01, HST-03: cold, device, host and LOW, tokens and log-probabilities."""
-    one = plain(model, name)
-    with one.tiered(host_pages=60, num_pages=12, low_pages=6, policy="priority") as llm:
-        poisoned(llm)
-        if delayed:
-            delays(llm, 3)
-        [miss] = run(llm, one, [LONG], SHORT)
-        assert miss.cached_tokens.device + miss.cached_tokens.host == 0
-        [hit] = run(llm, one, [LONG], SHORT)
-        assert (hit.cached_tokens.device, hit.cached_tokens.host) == (5 * PAGE, 0)
-        settle(llm)
-        for other in NOISE:
-            run(llm, one, [other], SHORT)
-        settle(llm)
-        if delayed:
-            delays(llm, 4)
-        [back] = run(llm, one, [LONG], SHORT)
-        assert back.cached_tokens.host > 0
-        assert back.cached_tokens.host + back.cached_tokens.device == 5 * PAGE
-        settle(llm)
-        for _ in range(2):
-            [low] = run(llm, one, [LONG], SHORT, "low")
-            settle(llm)
-        assert low.cached_tokens.host_streamed > 0
-        copies = llm.stats()["copies"]
-        assert min(copies[stream]["bytes"] for stream in ("load", "window", "store")) > 0
-        assert copies["failures"] == 0
-
-
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("model", MODELS)
-def test_slots_copy_a_prefix_from_the_host(plain, model, name):
-    one = plain(model, name)
-    with one.tiered(host_pages=40, kv_layout="slots", max_batch_size=2) as llm:
-        poisoned(llm)
-        run(llm, one, [LONG], SHORT)
-        settle(llm)
-        first, second = run(llm, one, [LONG, LONG + [7] * 70], SHORT)
-        assert (first.cached_tokens.host, second.cached_tokens.host) == (5 * PAGE, 5 * PAGE)
-        settle(llm)
-
-
-@pytest.mark.parametrize("preemption", ["recompute", "park"])
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("model", MODELS)
-def test_a_request_that_was_preempted_goes_on_as_if_never(
-    plain, model, name, preemption, monkeypatch
-):
-    one = plain(model, name)
-    prompts = [prompt(2 * PAGE + 7), prompt(40, 2), prompt(PAGE, 3)]
-    monkeypatch.setenv("HEADRACE_TEST_PREEMPT_EVERY", "3")
-    options = {"preemption": preemption, "max_batch_size": 2, "max_batch_tokens": 64}
-    with one.tiered(host_pages=40, num_pages=10, **options) as llm:
-        poisoned(llm)
-        delays(llm, 5)
-        run(llm, one, prompts, params(9))
-        settle(llm)
-        stats = llm.stats()
-    assert stats["preemptions"] > 0
-    if preemption == "park":
-        assert stats["memory"]["resumed"] > 0
-
-
-@pytest.mark.parametrize("width", [1, 2, 3])
-def test_more_kv_than_the_device_has_streams(plain, width):
-    """HST-10: 3 does not divide the layers, so the parity runs on over the steps."""
-    one = plain("tiny_qwen3")
-    text = prompt(9 * PAGE + 20)
-    raw = -(-10 // (one.llm.engine.model_config.kv_layers // width))
-    options = {"num_pages": raw + 3, "low_pages": raw, "slot_widths": width, "policy": "priority"}
-    with one.tiered(host_pages=60, **options) as llm:
-        poisoned(llm)
-        delays(llm, 6, 200)
-        run(llm, one, [text], params(5), "low")
-        settle(llm)
-        [again] = run(llm, one, [text], params(5), "low")
-        assert again.cached_tokens.host_streamed > 0
-        settle(llm)
-        stats = llm.stats()
-        streamed = stats["memory"]["streamed_pages"] * one.page_bytes
-        assert stats["copies"]["window"]["bytes"] == streamed > 0
-
-
-def test_high_and_low_rows_share_a_batch(plain):
-    one = plain("tiny_hybrid", "int8")
-    low = [LONG[: 4 * PAGE + 9], LONG[: 4 * PAGE + 30]]
-    with one.tiered(host_pages=60, num_pages=16, policy="priority", max_batch_tokens=128) as llm:
-        poisoned(llm)
-        delays(llm, 7, 200)
-        handles = [llm.loop.submit(tokens, params(12), priority="low") for tokens in low]
-        run(llm, one, [NOISE[0][:70], NOISE[0][: 2 * PAGE]], params(6))
-        for handle, tokens in zip(handles, low, strict=True):
-            one.check(handle.future.result(120), tokens, params(12))
-        assert llm.stats()["memory"]["streamed_pages"] > 0
-        settle(llm)
-
-
-@pytest.mark.parametrize("stream", ["load", "store"])
-def test_a_copy_that_fails_serves_nobody(plain, stream):
-    """HST-07: the tokens are computed again; the next hit is good."""
-    one = plain("tiny_hybrid")
-    with one.tiered(host_pages=60, kv_layout="slots", max_batch_size=2) as llm:
-        poisoned(llm)
-        if stream == "store":
-            llm.engine.tier.device.inject(stream, 0, "fail")
-        run(llm, one, [LONG], SHORT)
-        settle(llm)
-        if stream == "load":
-            llm.engine.tier.device.inject(stream, 0, "fail")
-        run(llm, one, [LONG, prompt(90, 8)], SHORT)
-        assert llm.stats()["memory"]["copies_failed"] >= 1
-        settle(llm)
-        [good] = run(llm, one, [LONG], SHORT)
-        assert good.cached_tokens.host > 0
-        settle(llm)
-
-
-def test_many_requests_over_a_small_pool(plain):
-    """Prefixes come, go and come back while others decode; graphs replay between."""
-    one = plain("tiny_qwen3", "fp8")
-    prompts = [LONG[: 1 + (37 * i) % 300] for i in range(24)]
-    options = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=1)
-    with one.tiered(host_pages=12, num_pages=8, preemption="park") as llm:
-        poisoned(llm)
-        delays(llm, 8, 200)
-        for _ in range(2):
-            run(llm, one, prompts, options)
-        settle(llm)
-        assert llm.engine.runner.replays > 0
-        assert llm.stats()["copies"]["failures"] == 0
-
-
-@pytest.mark.parametrize("layout", ["paged", "slots"])
-@pytest.mark.parametrize("model", MODELS)
-def test_bench_loadback_finds_every_source_and_the_same_tokens(tiny, model, layout):
-    length, answer = 200, 4
-    options = {"model": str(tiny(model).path), "device": "cuda", "kv_layout": layout}
-    sizes = room(EngineConfig(host_bytes=1, **options), length, answer)
-    config = EngineConfig(**(options | sizes), skip_tokenizer=True)
-    report = bench_loadback(config, prompt_len=length, gen_len=answer, repeat=2, warmup=1)
-    assert report.parity
-    assert [row["reason"] for row in report.rows] == [None] * len(report.rows)
-    for row in report.rows:
-        assert row["link"].startswith("copy of 64 MiB from pinned memory")
-        # A device hit of a hybrid loads the state that belongs to it.
-        if row["source"] != "device":
-            assert (row["h2d_bytes"] > 0) == (row["source"] != "cold")

@@ -25,6 +25,7 @@
 // head), SPLIT, WARPS, CTAS (on one multiprocessor at least); GROUP * SPLIT <= 8, DV / SPLIT a multiple of 4 WARPS, at most 32 WARPS.
 #include "early.cuh"
 #include "element.cuh"
+#include "threads.cuh"
 
 #ifndef DK
 #define DK 128
@@ -56,12 +57,6 @@ constexpr float kL2Eps = 1e-6f;              // part of the model
 static_assert(DK % 32 == 0 && DV % 32 == 0, "a lane has whole vectors");
 static_assert(kRows % (4 * WARPS) == 0 && kBatches > 0, "every warp has the same rows");
 static_assert(kRows <= kThreads, "a thread has one output");
-
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
-    return x;
-}
 
 __device__ __forceinline__ float row_sum(float x) {
 #pragma unroll
@@ -100,21 +95,6 @@ __device__ __forceinline__ void move_on(Element* conv, const Element* x, long lo
 }
 
 __device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
-
-__device__ __forceinline__ void store_in_cluster(const float* address, int cta, float value) {
-    unsigned remote;
-    const unsigned local = static_cast<unsigned>(__cvta_generic_to_shared(address));
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(cta));
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
-}
-
-__device__ __forceinline__ void cluster_arrive() {
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void cluster_wait() {
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
 
 }  // namespace
 

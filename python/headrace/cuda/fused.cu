@@ -6,6 +6,7 @@
 // -D at load: ELEMENT (0 bf16, 1 fp16, 2 fp32).
 #include "early.cuh"
 #include "element.cuh"
+#include "threads.cuh"
 
 namespace {
 
@@ -24,12 +25,6 @@ __device__ __forceinline__ Vector read(const Element* p) {
 
 __device__ __forceinline__ void write(Element* p, const Vector& v) {
     *reinterpret_cast<uint4*>(p) = v.bytes;
-}
-
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
-    return x;
 }
 
 // The same sum in every thread of the block: lanes as a tree, then warps.

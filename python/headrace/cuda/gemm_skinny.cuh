@@ -4,6 +4,7 @@
 #include "barrier.cuh"
 #include "early.cuh"
 #include "element.cuh"
+#include "threads.cuh"
 
 // What the driver encodes for the copy engine; cuda.h has it under the same name.
 struct alignas(64) CUtensorMap {
@@ -38,25 +39,6 @@ __device__ __forceinline__ unsigned long long evict_last() {
     unsigned long long policy;
     asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
     return policy;
-}
-
-// Both barriers of a cluster are met by all of its threads that have not ended.
-__device__ __forceinline__ void cluster_arrive() {
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void cluster_wait() {
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-// To the same place in the shared memory of another CTA of the cluster.
-__device__ __forceinline__ void store_in_cluster(const float4* address, int cta, float4 value) {
-    unsigned remote;
-    const unsigned local = static_cast<unsigned>(__cvta_generic_to_shared(address));
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(cta));
-    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(remote), "f"(value.x),
-                 "f"(value.y), "f"(value.z), "f"(value.w)
-                 : "memory");
 }
 
 __device__ __forceinline__ uint4 read16(unsigned shared) {

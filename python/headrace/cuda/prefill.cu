@@ -6,6 +6,7 @@
 //
 // -D at load: ELEMENT (0 bf16, 1 fp16, 2 fp32).
 #include "element.cuh"
+#include "threads.cuh"
 
 namespace {
 
@@ -17,12 +18,6 @@ constexpr int kGroup = 128;  // columns that share a scale
 struct alignas(kVector * sizeof(Element) < 16 ? kVector * sizeof(Element) : 16) Vector {
     Element values[kVector];
 };
-
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
-    return x;
-}
 
 }  // namespace
 

@@ -30,13 +30,15 @@ _MAX_SEGMENTS = 32  # of a launch
 _SEGMENT = struct.Struct("<Qiiii")
 _SIZES = struct.Struct("<iiixxxx")
 _ALIGNMENT = 16  # of a row of queries or results, in bytes
-# Keys of a block, and tiles of a unit, by head_dim.
-_SHAPES = {64: (128, 2), 128: (64, 3), 256: (64, 2)}
+# Keys of a block, which fix the bits, and tiles of a unit, which do not: by head_dim. Larger units
+# read less, and are for steps that have at least so many of them for a multiprocessor.
+_KEYS = {64: 128, 128: 64, 256: 64}
+_TILES = {64: (2,), 128: (2, 3), 256: (2,)}
+_UNITS_EACH = 2
 
 
-def _variant(dtype: torch.dtype, head_dim: int) -> Variant:
-    keys, consumers = _SHAPES[head_dim]
-    shape = f"{head_dim}, {keys}, {consumers}"
+def _variant(dtype: torch.dtype, head_dim: int, tiles: int) -> Variant:
+    shape = f"{head_dim}, {_KEYS[head_dim]}, {tiles}"
     return Variant(
         file="attention_prefill.cu",
         names=(
@@ -47,7 +49,12 @@ def _variant(dtype: torch.dtype, head_dim: int) -> Variant:
     )
 
 
-VARIANTS = tuple(_variant(dtype, head_dim) for dtype in _DTYPES for head_dim in HEAD_DIMS)
+VARIANTS = tuple(
+    _variant(dtype, head_dim, tiles)
+    for dtype in _DTYPES
+    for head_dim in HEAD_DIMS
+    for tiles in _TILES[head_dim]
+)
 
 
 def reads_pool(kv_format: KVFormat) -> bool:
@@ -120,14 +127,12 @@ class PrefillAttention:
         planes: tuple[int, ...],
         rows: tuple[int, ...],
     ) -> None:
-        kernel = _kernel(dtype, self._head_dim, torch.cuda.current_device())
-        consumers = _SHAPES[self._head_dim][1]
         group = self._kernels.group
         remaining = iter(segments)
         while chosen := list(islice(remaining, _MAX_SEGMENTS)):
             longest = max(segment.length for segment, _ in chosen)
-            units = -(-(-(-longest // _QUERIES) * group) // consumers)
-            numbers = units * self._kv_heads * len(chosen)
+            tiles, numbers = self._units(-(-longest // _QUERIES) * group, len(chosen))
+            kernel = _kernel(dtype, self._head_dim, tiles, torch.cuda.current_device())
             packed = b"".join(
                 _SEGMENT.pack(
                     table.data_ptr(), table.shape[0], segment.start, segment.length, segment.offset
@@ -136,7 +141,7 @@ class PrefillAttention:
             ).ljust(_MAX_SEGMENTS * _SEGMENT.size, b"\0")
             kernel.launch(
                 (min(numbers, self._processors),),
-                128 * (consumers + 1),
+                128 * (tiles + 1),
                 (
                     packed + _SIZES.pack(len(chosen), self._kv_heads, group),
                     *pages,
@@ -147,6 +152,16 @@ class PrefillAttention:
                     numbers,
                 ),
             )
+
+    def _units(self, items: int, segments: int) -> tuple[int, int]:
+        """Tiles of a unit, and numbers of units, for so many items in the longest segment."""
+        small, *larger = _TILES[self._head_dim]
+        numbers = {
+            tiles: -(-items // tiles) * self._kv_heads * segments for tiles in (small, *larger)
+        }
+        enough = [n for n in larger if numbers[n] >= _UNITS_EACH * self._processors]
+        tiles = max(enough, default=small)
+        return tiles, numbers[tiles]
 
 
 def _table(segment: "PrefillSegment") -> torch.Tensor:
@@ -167,8 +182,8 @@ def _rows(name: str, x: torch.Tensor) -> tuple[int, int, int]:
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, head_dim: int, device: int) -> Kernel:
-    variant = _variant(dtype, head_dim)
+def _kernel(dtype: torch.dtype, head_dim: int, tiles: int, device: int) -> Kernel:
+    variant = _variant(dtype, head_dim, tiles)
     name, limits = variant.names
     told = torch.empty(1, dtype=torch.int32, device=torch.device("cuda", device))
     load_kernel(variant, limits, device).launch((1,), 1, (told.data_ptr(),))

@@ -5,6 +5,7 @@ fits; views into it are made once for a captured graph and anew for other steps.
 fills the host side waits until the last copy out of it is done.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from headrace._core import StepPlan
 
 _ALIGNMENT = 16
 _TORCH = {"int64": torch.int64, "int32": torch.int32}
+_ITEMSIZE = {"int64": 8, "int32": 4}
 PADDING = -1
 _PADDED_BY_MINUS_ONE = ("token_pages", "token_offsets", "token_sources", "state_slots")
 
@@ -31,7 +33,7 @@ class Field:
     @property
     def nbytes(self) -> int:
         """Bytes of the array."""
-        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+        return math.prod(self.shape) * _ITEMSIZE[self.dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,13 +76,20 @@ class StepArrays:
         self.shape = shape
         self.host: dict[str, NDArray[np.int64] | NDArray[np.int32]] = {}
         self.device: dict[str, torch.Tensor] = {}
+        # The device waits while an eager step makes its views: as few operations as will do.
+        host, device = host[: shape.nbytes], device[: shape.nbytes]
+        hosts = {dtype: host.view(dtype) for dtype in _TORCH}
+        devices = {name: device.view(dtype) for name, dtype in _TORCH.items()}
         start = 0
         for field in shape.fields():
-            end = start + field.nbytes
-            self.host[field.name] = host[start:end].view(field.dtype).reshape(field.shape)
-            view = device[start:end].view(_TORCH[field.dtype])
-            self.device[field.name] = view.view(field.shape)
-            start += _padded(field.nbytes)
+            nbytes, itemsize = field.nbytes, _ITEMSIZE[field.dtype]
+            span = slice(start // itemsize, (start + nbytes) // itemsize)
+            host_view, device_view = hosts[field.dtype][span], devices[field.dtype][span]
+            if len(field.shape) > 1:
+                host_view = host_view.reshape(field.shape)
+                device_view = device_view.view(field.shape)
+            self.host[field.name], self.device[field.name] = host_view, device_view
+            start += _padded(nbytes)
 
     def pad(self) -> None:
         """Write padding alone to the host side: rows that read and write nothing."""

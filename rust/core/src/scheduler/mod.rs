@@ -21,6 +21,7 @@
 //!   computes them again.
 
 mod ahead;
+mod check;
 mod commit;
 #[cfg(all(test, loom))]
 mod loom_tests;

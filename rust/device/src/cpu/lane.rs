@@ -55,7 +55,7 @@ impl Runner<'_> {
 
     /// Runs one operation, waiting for it.
     fn step(&mut self) -> Result<(), Ended> {
-        let (how, batch) = {
+        let (how, batch, injected) = {
             let mut state = self.shared.state.lock();
             loop {
                 self.check(&state)?;
@@ -67,7 +67,8 @@ impl Runner<'_> {
                     }) => {
                         self.ready_ns = self.ready_ns.max(queued_ns);
                         state.lanes[self.stream.index()].running = true;
-                        break (how, batch);
+                        // At once: a stream that takes this one's place starts copies of its own.
+                        break (how, batch, self.injected(&mut state));
                     }
                     Some(op) => {
                         let wakers = self.instant(op, &mut state);
@@ -82,7 +83,7 @@ impl Runner<'_> {
                 }
             }
         };
-        let done = self.copy(how, &batch)?;
+        let done = self.copy(how, &batch, injected)?;
         let mut state = self.shared.state.lock();
         self.check(&state)?;
         let lane = &mut state.lanes[self.stream.index()];
@@ -129,13 +130,18 @@ impl Runner<'_> {
         Vec::new()
     }
 
-    fn copy(&mut self, how: Mechanism, batch: &LayerCopy) -> Result<Result<(), Fault>, Ended> {
+    fn copy(
+        &mut self,
+        how: Mechanism,
+        batch: &LayerCopy,
+        injected: Option<Injection>,
+    ) -> Result<Result<(), Fault>, Ended> {
         let fault = |at, text: String| Fault {
             job: batch.job,
             at,
             text,
         };
-        match self.injected() {
+        match injected {
             Some(Injection::Fail) => {
                 let first = batch.transfers(how).next().and_then(Result::ok);
                 let at = first.map(|t| (t.plane, t.run.device));
@@ -166,8 +172,7 @@ impl Runner<'_> {
         Ok(check(batch, to_device).map_err(|(at, text)| fault(Some(at), text)))
     }
 
-    fn injected(&self) -> Option<Injection> {
-        let mut state = self.shared.state.lock();
+    fn injected(&self, state: &mut State) -> Option<Injection> {
         let mine = |i: &(Stream, u64, Injection)| i.0 == self.stream;
         let hit = state.injections.iter().position(|i| mine(i) && i.1 == 0);
         let hit = hit.map(|index| state.injections.remove(index).2);

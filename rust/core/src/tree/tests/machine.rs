@@ -1,6 +1,9 @@
 //! Random calls to the tree and to the model side by side. After every call the whole tree, page
 //! by page, equals the model, and every page that was handed out is in one place.
 
+mod compare;
+mod copies;
+
 use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
@@ -268,102 +271,6 @@ impl Pair {
         });
     }
 
-    fn load(&mut self, [lease, n, _]: [u32; 3]) {
-        let Some(id) = self.lease(lease) else {
-            return;
-        };
-        let mut run = self.model.run_of(id, NodeState::Host);
-        run.retain(|_| self.model.config.device_tier);
-        let pages = device(draw(&self.device, n as usize % 5));
-        let lease = &self.leases[&id];
-        assert_eq!(self.tree.loadable(lease), run.len());
-        assert_eq!(
-            self.tree.joined(lease),
-            self.model.run_of(id, NodeState::Loading).len()
-        );
-        let job = self.tree.begin_load(lease, &pages);
-        let run: Vec<Path> = run.into_iter().take(pages.len()).collect();
-        let hosts = run.iter().map(|path| self.model.pages[path].host.unwrap());
-        let copies: Vec<_> = hosts.zip(pages.iter().copied()).collect();
-        assert_eq!(job.copies, copies);
-        assert_eq!(job.unused, pages[copies.len()..]);
-        let Some(end) = run.last().cloned() else {
-            assert_eq!(job.id, 0);
-            return;
-        };
-        for (path, (_, page)) in run.iter().zip(copies) {
-            let found = self.model.pages.get_mut(path).unwrap();
-            found.state = NodeState::Loading;
-            found.device = Some(page);
-            self.device.remove(&page.0);
-        }
-        self.model.begin_job(job.id, run, end, None);
-        self.loads.insert(job.id);
-    }
-
-    fn end_load(&mut self, [by, ok, _]: [u32; 3]) {
-        if let Some(id) = pick(self.loads.iter().copied(), by) {
-            self.loads.remove(&id);
-            let expected = self.model.end_load(id, ok % 3 > 0);
-            assert_eq!(self.tree.end_load(id, ok % 3 > 0), expected);
-            self.free_device(expected);
-        }
-        assert_eq!(self.tree.end_load(u64::MAX, true), []);
-    }
-
-    fn want(&mut self, [most, ..]: [u32; 3]) {
-        let Some(want) = self.tree.next_store(most as usize % 5) else {
-            return;
-        };
-        assert!(want.pages.len() <= most as usize % 5);
-        let place = |page: &PageEntry| {
-            let mut all = self.model.pages.iter();
-            let found = all.find(|(_, known)| known.device == Some(*page));
-            found.map(|(path, _)| path.clone()).unwrap()
-        };
-        let paths: Vec<Path> = want.pages.iter().map(place).collect();
-        self.model.assert_storable(&paths);
-        let end = paths.last().cloned().unwrap();
-        self.model.begin_job(want.job, paths, end, None);
-        self.wants.insert(want.job, want);
-    }
-
-    fn store(&mut self, [by, n, _]: [u32; 3]) {
-        let Some(id) = pick(self.wants.keys().copied(), by) else {
-            return self.want([by, n, 0]);
-        };
-        let want = self.wants.remove(&id).unwrap();
-        if n % 5 == 0 || self.host.is_empty() {
-            self.model.drop_store(id);
-            self.tree.drop_store(want);
-            return;
-        }
-        let count = if n % 5 == 1 { n as usize / 5 % 4 } else { ALL };
-        let pages = host(draw(&self.host, want.pages.len().min(count)));
-        let wanted = self.model.end_job(id).pages;
-        let job = self.tree.begin_store(want, pages.clone());
-        let stored: Vec<Path> = wanted.into_iter().take(pages.len()).collect();
-        for (path, page) in stored.iter().zip(&pages) {
-            let found = self.model.pages.get_mut(path).unwrap();
-            found.state = NodeState::Backing;
-            found.host = Some(*page);
-            self.host.remove(&page.0);
-        }
-        if let Some(end) = stored.last().cloned() {
-            self.model.begin_job(job, stored, end, None);
-            self.stores.insert(job);
-        }
-    }
-
-    fn end_store(&mut self, [by, ok, _]: [u32; 3]) {
-        if let Some(id) = pick(self.stores.iter().copied(), by) {
-            self.stores.remove(&id);
-            let expected = self.model.end_store(id, ok % 4 > 0);
-            assert_eq!(self.tree.end_store(id, ok % 4 > 0), expected);
-            self.free_host(expected);
-        }
-    }
-
     fn low_reader(&mut self, [lease, what, n]: [u32; 3]) {
         let Some(id) = self.lease(lease) else {
             return;
@@ -484,49 +391,6 @@ impl Pair {
         }
     }
 
-    fn begin_snapshot(&mut self, [lease, position, _]: [u32; 3]) {
-        let (Some(id), Some(&slot)) = (self.lease(lease), self.slots.first()) else {
-            return;
-        };
-        let position = position as usize % 20 * 32;
-        let align = self.page_size.max(64);
-        let path = &self.model.holds[&id].path;
-        let fits = position > 0
-            && position.is_multiple_of(align)
-            && position <= (path.len() - 1) * self.page_size
-            && self.model.config.snapshots;
-        let at: Option<Path> = fits.then(|| path[..=position / self.page_size].to_vec());
-        let free = at.filter(|at| {
-            let taken = |job: &super::model::Job| job.slot.is_some() && job.end == *at;
-            self.model.pages[at].snapshot.is_none() && !self.model.jobs.values().any(taken)
-        });
-        let begun = self.tree.begin_snapshot(&self.leases[&id], position, slot);
-        assert_eq!(begun.is_ok(), free.is_some(), "at {position}");
-        if let (Ok(job), Some(at)) = (begun, free) {
-            self.slots.remove(&slot);
-            self.model.begin_job(job, Vec::new(), at, Some(slot));
-            self.snapshot_jobs.insert(job);
-        }
-    }
-
-    fn end_snapshot(&mut self, [by, ok, _]: [u32; 3]) {
-        let Some(id) = pick(self.snapshot_jobs.iter().copied(), by) else {
-            return;
-        };
-        self.snapshot_jobs.remove(&id);
-        let job = self.model.end_job(id);
-        let slot = job.slot.unwrap();
-        if ok % 4 > 0 {
-            assert_eq!(self.tree.end_snapshot(id, true), None);
-            self.model.tick += 1;
-            let page = self.model.pages.get_mut(&job.end).unwrap();
-            page.snapshot = Some((slot, self.model.tick));
-        } else {
-            assert_eq!(self.tree.end_snapshot(id, false), Some(slot));
-            self.slots.insert(slot);
-        }
-    }
-
     fn rare(&mut self, [what, ..]: [u32; 3]) {
         match what % 40 {
             0 => {
@@ -589,93 +453,6 @@ impl Pair {
         let total = [DEVICE, DEVICE, HOST, SLOTS].map(|n| n as usize);
         assert_eq!(free, total, "free + cached = total");
         assert_eq!(self.tree.stats().nodes, 0);
-    }
-
-    /// The tree, page by page, is the model; T4 and T12 by counting.
-    fn compare(&self) {
-        self.tree.check().unwrap();
-        self.tree.check_some(3).unwrap();
-        let dump = self.tree.dump();
-        assert_eq!(dump.tick, self.model.tick);
-        let mut count = 0;
-        let mut path: Path = Vec::new();
-        for node in &dump.nodes {
-            let start = node.start / self.page_size;
-            path.truncate(start + 1);
-            if start == 0 {
-                path = vec![u32::try_from(node.namespace.0).unwrap()];
-            }
-            let pages = node.tokens.len() / self.page_size;
-            for page in 0..pages {
-                path.push(node.tokens[page * self.page_size]);
-                count += 1;
-                let known = &self.model.pages[&path];
-                assert_eq!(node.state, known.state, "{path:?}");
-                assert_eq!(node.device.get(page).copied(), known.device, "{path:?}");
-                assert_eq!(node.host.get(page).copied(), known.host, "{path:?}");
-                let shown = (
-                    node.tick,
-                    node.hits,
-                    node.leaving,
-                    node.forced,
-                    node.low_class,
-                );
-                let low = known.priority == Low;
-                let expected = (known.tick, known.hits, known.leaving, known.forced, low);
-                assert_eq!(shown, expected, "{path:?}");
-                assert_eq!(node.locks, self.model.locks(&path), "{path:?}");
-                let locks = self.model.snapshot_locks(&path);
-                let snapshot = known.snapshot.map(|(slot, tick)| (slot, tick, locks));
-                let shown = node.snapshot.filter(|_| page + 1 == pages);
-                assert_eq!(shown, snapshot, "{path:?}");
-            }
-        }
-        assert_eq!(count, self.model.pages.len());
-        let stats = self.tree.stats();
-        let evictable = (
-            self.tree.evictable_device(),
-            self.tree.evictable_host(),
-            self.tree.evictable_snapshots(),
-        );
-        assert_eq!(evictable, self.model.evictable());
-        assert_eq!(stats.coming_pages, self.model.coming());
-        for (id, lease) in &self.leases {
-            self.compare_lease(*id, lease);
-        }
-        let used = self.model.pages.values();
-        let device = used.clone().filter_map(|page| page.device).count();
-        let free = self.device.len() + self.low.len();
-        assert_eq!(free + device, 2 * DEVICE as usize, "T4: device pages");
-        let host = used.filter(|page| page.host.is_some()).count();
-        assert_eq!(self.host.len() + host, HOST as usize, "T12: host pages");
-    }
-
-    fn compare_lease(&self, id: u64, lease: &Lease) {
-        let hold = &self.model.holds[&id];
-        assert_eq!(lease.len(), (hold.path.len() - 1) * self.page_size, "T7");
-        let pages: Vec<&super::model::Page> = steps(&hold.path)
-            .map(|path| &self.model.pages[path])
-            .collect();
-        let on_device = |page: &&&super::model::Page| {
-            matches!(page.state, NodeState::Full | NodeState::Backing)
-        };
-        let device = pages.iter().take_while(on_device).count() * self.page_size;
-        assert_eq!(lease.device_len(), device, "T3");
-        assert_eq!(lease.host_len(), lease.len() - device, "T3");
-        let snapshot = hold.snapshot.as_ref().map(|path| {
-            let (slot, _) = self.model.pages[path].snapshot.unwrap();
-            ((path.len() - 1) * self.page_size, slot)
-        });
-        assert_eq!(lease.snapshot(), snapshot, "T10");
-        let shown: Vec<TreePage> = pages
-            .into_iter()
-            .map(|page| TreePage {
-                state: page.state,
-                device: page.device,
-                host: page.host.filter(|_| page.state != NodeState::Backing),
-            })
-            .collect();
-        assert_eq!(self.tree.pages(lease), shown);
     }
 }
 

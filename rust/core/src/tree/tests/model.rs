@@ -1,6 +1,9 @@
 //! The tree as its documentation tells it: a map from a prefix, page by page, to where its last
 //! page is. Nodes, splits and indices do not exist here; everything is found by scanning.
 
+mod evict;
+mod jobs;
+
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::*;
@@ -395,101 +398,6 @@ impl Model {
         }
     }
 
-    pub(super) fn coming(&self) -> usize {
-        self.pages.values().filter(|page| page.leaving).count()
-    }
-
-    /// One page after the other, by (useful, class, tick).
-    pub(super) fn evict_device(&mut self, n: usize) -> Given {
-        let mut out = Given {
-            coming: n.min(self.coming()),
-            ..Given::default()
-        };
-        for _ in out.coming..n {
-            let frontier = self.pages.iter().filter(|(path, page)| {
-                page.state == NodeState::Full
-                    && !page.leaving
-                    && !self.locked(path)
-                    && !self
-                        .children(path)
-                        .any(|page| page.resident() && !page.leaving)
-            });
-            let order =
-                frontier.map(|(p, page)| (self.useful(p), page.priority == High, page.tick, p));
-            let Some((.., at)) = order.min() else {
-                break;
-            };
-            let at = at.clone();
-            let page = &self.pages[&at];
-            if page.host.is_none() && self.config.policy != WritePolicy::WriteBack {
-                self.remove(&at, &mut out);
-            } else if page.host.is_some() && !self.children(&at).any(Page::resident) {
-                out.device.extend(self.demote_page(&at).map(|page| page.0));
-            } else {
-                self.pages.get_mut(&at).unwrap().leaving = true;
-                out.coming += 1;
-            }
-        }
-        out
-    }
-
-    /// Where host copies have holes (`WriteBack`), two pages of one path may have equal keys; node
-    /// ids, which do not exist here, decide between them, so `given` may say which it was.
-    pub(super) fn evict_host(&mut self, n: usize, given: &Evicted) -> Given {
-        let given = Given::of(given);
-        let mut out = Given::default();
-        for _ in 0..n {
-            let frontier = self.pages.iter().filter(|(path, page)| {
-                matches!(page.state, NodeState::Full | NodeState::Host)
-                    && page.host.is_some()
-                    && !self.locked(path)
-                    && !self.children(path).any(|page| page.host.is_some())
-            });
-            let order = frontier.map(|(path, page)| {
-                let only = page.state == NodeState::Host;
-                let class = page.priority == High;
-                let other = page.host.is_some_and(|page| !given.host.contains(&page.0));
-                (self.useful(path), only, class, page.tick, other, path)
-            });
-            let Some((_, only, .., at)) = order.min() else {
-                break;
-            };
-            let at = at.clone();
-            if only {
-                self.remove(&at, &mut out);
-            } else {
-                let host = self.pages.get_mut(&at).unwrap().host.take();
-                out.host.extend(host.map(|page| page.0));
-                self.keep(&at);
-            }
-        }
-        out
-    }
-
-    pub(super) fn evict_snapshot(&mut self, n: usize) -> Vec<u32> {
-        let mut slots = Vec::new();
-        for _ in 0..n {
-            let free = self
-                .pages
-                .iter()
-                .filter(|(path, _)| self.snapshot_locks(path) == 0);
-            let order = free.filter_map(|(path, page)| Some((page.snapshot?.1, path)));
-            let Some((_, at)) = order.min() else {
-                break;
-            };
-            let at = at.clone();
-            slots.extend(
-                self.pages
-                    .get_mut(&at)
-                    .unwrap()
-                    .snapshot
-                    .take()
-                    .map(|s| s.0),
-            );
-        }
-        slots
-    }
-
     fn keep(&mut self, at: &[u32]) {
         for at in steps(at).rev() {
             let page = self.pages.get_mut(at).unwrap();
@@ -515,114 +423,6 @@ impl Model {
             let page = self.demote_page(at);
             self.garbage.device.extend(page.map(|page| page.0));
         }
-    }
-
-    /// Whether `pages`, handed out to be stored, may be.
-    pub(super) fn assert_storable(&self, pages: &[Path]) {
-        for (index, path) in pages.iter().enumerate() {
-            let page = &self.pages[path];
-            assert_eq!(
-                (page.state, page.host, page.job),
-                (NodeState::Full, None, None)
-            );
-            let wanted = match self.config.policy {
-                WritePolicy::WriteThrough => true,
-                WritePolicy::Selective { hits } => page.hits >= hits,
-                WritePolicy::WriteBack => page.leaving,
-                WritePolicy::None => false,
-            };
-            assert!(wanted || page.forced, "{path:?} stored against the policy");
-            let parent = &path[..path.len() - 1];
-            if index > 0 {
-                assert_eq!(parent, pages[index - 1], "a run down one path");
-            } else if self.config.policy != WritePolicy::WriteBack {
-                let parent = self.pages.get(parent);
-                assert!(parent.is_none_or(Page::host_complete), "parent first");
-            }
-        }
-    }
-
-    pub(super) fn begin_job(&mut self, id: u64, pages: Vec<Path>, end: Path, slot: Option<u32>) {
-        for path in &pages {
-            self.pages.get_mut(path).unwrap().job = Some(id);
-        }
-        self.jobs.insert(id, Job { end, pages, slot });
-    }
-
-    pub(super) fn end_job(&mut self, id: u64) -> Job {
-        let job = self.jobs.remove(&id).unwrap();
-        for path in &job.pages {
-            self.pages.get_mut(path).unwrap().job = None;
-        }
-        job
-    }
-
-    pub(super) fn end_load(&mut self, id: u64, ok: bool) -> Vec<PageEntry> {
-        let mut freed = Vec::new();
-        for path in self.end_job(id).pages {
-            let page = self.pages.get_mut(&path).unwrap();
-            if ok {
-                page.state = NodeState::Full;
-            } else {
-                page.state = NodeState::Host;
-                freed.extend(page.device.take());
-            }
-        }
-        freed
-    }
-
-    pub(super) fn drop_store(&mut self, id: u64) {
-        let job = self.end_job(id);
-        let leaves = |p: &&Path| self.pages[*p].leaving && !self.locked(p);
-        if let Some(at) = job.pages.iter().find(leaves) {
-            let mut garbage = std::mem::take(&mut self.garbage);
-            self.remove(at, &mut garbage);
-            self.garbage = garbage;
-            self.settle(&at[..at.len() - 1]);
-        }
-    }
-
-    pub(super) fn end_store(&mut self, id: u64, ok: bool) -> Vec<HostPage> {
-        let job = self.end_job(id);
-        let mut freed = Vec::new();
-        for path in &job.pages {
-            let page = self.pages.get_mut(path).unwrap();
-            page.state = NodeState::Full;
-            if !ok {
-                freed.extend(page.host.take());
-                self.keep(path);
-            }
-        }
-        self.settle(&job.end);
-        freed
-    }
-
-    pub(super) fn clear(&mut self) -> Given {
-        let mut out = Given::default();
-        let tops: Vec<Path> = self
-            .pages
-            .keys()
-            .filter(|p| !self.locked(p))
-            .cloned()
-            .collect();
-        for path in tops {
-            self.remove(&path, &mut out);
-        }
-        out
-    }
-
-    /// Pages that may be evicted: (device, host, snapshots).
-    pub(super) fn evictable(&self) -> (usize, usize, usize) {
-        let free = || self.pages.iter().filter(|(path, _)| !self.locked(path));
-        let device = free().filter(|(_, page)| page.state == NodeState::Full);
-        let host = free().filter(|(_, page)| {
-            page.host.is_some() && matches!(page.state, NodeState::Full | NodeState::Host)
-        });
-        let snapshots = self
-            .pages
-            .iter()
-            .filter(|(path, page)| page.snapshot.is_some() && self.snapshot_locks(path) == 0);
-        (device.count(), host.count(), snapshots.count())
     }
 }
 
