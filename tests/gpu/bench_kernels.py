@@ -1,4 +1,4 @@
-"""Time the kernels: `python tests/gpu/bench_kernels.py [gemm|sweep|delta|prefill|fused|append]`.
+"""Time the kernels: `python tests/gpu/bench_kernels.py [KIND ...]`, see `main`.
 
 Each number is the median of replays of a CUDA graph over copies of the weights of at least 400 MB
 together, so that the L2 cache does not help. Launch gaps inside a graph are part of it. `append`
@@ -20,11 +20,13 @@ from headrace.backends.cuda.gemm import (
     SkinnyGemm,
     Tiling,
 )
+from headrace.backends.cuda.prefill_attention import PrefillAttention
 from headrace.backends.cuda.sample import Argmax
 from headrace.kv.formats import KVLayout, parse_kv_format
 from headrace.kv.planes import PlanePool
 from headrace.layers.block_fp8 import BlockFp8Weight, blocks_of
 from headrace.layers.rope import RotaryEmbedding
+from headrace.models.batch import PrefillSegment
 from headrace.models.hybrid_config import LinearAttention
 
 DEVICE = torch.device("cuda")
@@ -231,14 +233,50 @@ def bench_append(layers: int = 8) -> None:
             print(f"append {heads}/{kv_heads} heads D {head_dim}, {tokens} tokens", *cells)
 
 
+def bench_attention() -> None:
+    """Attention of prompts: 8B and 27B shapes, and one with few heads."""
+    for heads, kv_heads, head_dim in ((32, 8, 128), (24, 4, 256), (9, 3, 64)):
+        for tokens, prompts in ((1024, 1), (1024, 8), (8192, 1), (32768, 1)):
+            layout = KVLayout(
+                kv_format=parse_kv_format("auto", model_dtype=BF16),
+                layers=1,
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+            )
+            pool = PlanePool.allocate(layout, pages=prompts, page_tokens=tokens, device=DEVICE)
+            q = torch.randn((prompts * tokens, heads, head_dim), device=DEVICE, dtype=BF16)
+            for tensor in pool.tensors.values():
+                tensor.copy_(torch.randn(tensor.shape, device=DEVICE, dtype=BF16))
+            kernels = kv.KVKernels(pool, query_heads=heads, max_rows=1, max_context=tokens)
+            attention, out = PrefillAttention(kernels), torch.empty_like(q)
+            segments = [
+                PrefillSegment(
+                    table=torch.tensor([prompt], dtype=torch.int32, device=DEVICE),
+                    state_slot=0,
+                    start=0,
+                    length=tokens,
+                    offset=prompt * tokens,
+                )
+                for prompt in range(prompts)
+            ]
+            us = timed([lambda: attention.attend(0, q, segments, out=out)] * 4)
+            flops = 2 * prompts * heads * head_dim * tokens * (tokens + 1)
+            print(
+                f"attention {heads}/{kv_heads} heads D {head_dim}, {prompts} x {tokens}: "
+                f"{us:.1f} us, {flops / us / 1e6:.0f} TFLOP/s",
+                flush=True,
+            )
+
+
 def main() -> None:
     torch.manual_seed(0)
     benches = {
         "gemm": bench_gemm, "sweep": bench_sweep, "delta": bench_delta,
-        "prefill": bench_prefill, "fused": bench_fused, "append": bench_append,
+        "prefill": bench_prefill, "attention": bench_attention, "fused": bench_fused,
+        "append": bench_append,
     }  # fmt: skip
     print(torch.cuda.get_device_name(), torch.__version__)
-    for name in sys.argv[1:] or ("gemm", "delta", "prefill", "fused", "append"):
+    for name in sys.argv[1:] or ("gemm", "delta", "prefill", "attention", "fused", "append"):
         benches[name]()
 
 

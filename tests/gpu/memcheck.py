@@ -15,6 +15,7 @@ from kv_setup import DEVICE, build, noise, run_decode
 from test_delta_kernels import layer_of, prompt_of, step_of
 from test_gemm_kernels import CODES, input_dtype, weight_of
 from test_kv_kernels import ALL_FORMATS, FORMATS, fused_inputs, kernels_of, norm_of
+from test_prefill_attention import attention_of, segments_of
 
 from headrace.backends.cuda import fused, prefill
 from headrace.backends.cuda.delta import DeltaPrefill
@@ -112,7 +113,46 @@ def kv():
         )
 
 
-FAMILIES = {call.__name__: call for call in (linear, small, prompts, delta, kv)}
+def long_append():
+    """The form of append for many tokens: ragged runs of heads, padding rows."""
+    for kv_format in ALL_FORMATS:
+        tokens = 1001
+        q, k, v = fused_inputs(64, 9, 3, tokens, gated=True, dtype=kv_format.model_dtype)
+        case = build(kv_format, 64, 3, [tokens], "slots")
+        table = RotaryEmbedding(64, 1e6, tokens, DEVICE)
+        positions = torch.arange(tokens, device=DEVICE)
+        places = torch.where(positions % 7 == 0, -1, 0)
+        kernels_of(case.pool, group=3).append_fused(
+            0,
+            places,
+            positions,
+            positions,
+            q,
+            k,
+            v,
+            q_out=torch.empty_like(q),
+            norm=None,
+            rotary=Rotary(cos=table.cos, sin=table.sin),
+        )
+
+
+def prompt_attention():
+    """Attention of several prompts at once, in slots, pages and windows, and over codes."""
+    for kv_format in ALL_FORMATS:
+        if kv_format.model_dtype == FP32:
+            continue
+        for head_dim, layout in ((64, "slots"), (128, "pages"), (256, "windows")):
+            case = build(kv_format, head_dim, 2, [1, 100, 300], layout)
+            segments, tokens = segments_of(case, [(2, 70, 300), (0, 0, 1), (1, 3, 100)])
+            q = noise(tokens, 6, head_dim, dtype=kv_format.model_dtype)
+            out = torch.empty_like(q)
+            attention_of(case, 6).attend(case.layer, q, segments, out=out, low=case.low)
+
+
+FAMILIES = {
+    call.__name__: call
+    for call in (linear, small, prompts, delta, kv, long_append, prompt_attention)
+}
 
 
 def main() -> int:
