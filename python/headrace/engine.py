@@ -1,4 +1,4 @@
-"""The engine: one model, its KV cache, its slots, and the low-level batch API over them.
+"""The engine: one model, its KV cache, its slots, and the batch API over them (`batch_api`).
 
 Owns the weights, the KV pools and the slot table; all are allocated in the constructor. The
 high-level path (`step_loop.StepLoop`, `LLM`) runs its plans through the same runner. A lock lets
@@ -8,24 +8,23 @@ one forward run at a time, so both may be used at once, on different slots.
 import itertools
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from headrace import batch_api
 from headrace._core import (
-    CHUNK_ALIGN,
     MemoryConfig,
     SamplingSpec,
     Scheduler,
     SlotAllocator,
     StepPlan,
-    build_plan,
     decode_width,
 )
 from headrace.backends.select import choose_device, make_backend
 from headrace.config import EngineConfig, checks_enabled, preempt_every
-from headrace.errors import ConfigError, EngineClosed, InvalidRequest, PromptTooLong, UnknownRequest
+from headrace.errors import ConfigError, EngineClosed
 from headrace.kv.cache import KVCache, check_width, kv_layout
 from headrace.kv.formats import KVFormat, KVLayout, parse_kv_format
 from headrace.kv.memory import available_bytes
@@ -40,9 +39,7 @@ from headrace.request import (
     BatchedRequest,
     BatchPrefillResult,
     SamplingParams,
-    StepRow,
     check_request_id,
-    check_token_ids,
 )
 from headrace.runner import ModelRunner, Pending, sampling_batch
 from headrace.sampling import SampleResult
@@ -326,7 +323,7 @@ class Engine:
         eos = () if params.ignore_eos else self.model_config.eos_token_ids
         seed = params.seed
         if seed is None:
-            seed = (self.config.seed + next(self._request_count) * _SEED_STEP) % _U64
+            seed = self.seed_of(next(self._request_count))
         return SamplingSpec(
             temperature=params.temperature,
             top_k=params.top_k,
@@ -341,6 +338,10 @@ class Engine:
             min_tokens=params.min_tokens,
             stop_token_ids=sorted({*params.stop_token_ids, *eos}),
         )
+
+    def seed_of(self, number: int) -> int:
+        """Seed of the request of a number, which has none of its own."""
+        return (self.config.seed + number * _SEED_STEP) % _U64
 
     def execute(self, plan: StepPlan, gates: Gates | None = None) -> SampleResult:
         """Run one plan; one at a time, callers on other threads wait.
@@ -359,6 +360,13 @@ class Engine:
         with self._forward_lock:
             self._check_open()
             return self.runner.launch(plan, previous=previous)
+
+    def forward(self, plan: StepPlan) -> tuple[torch.Tensor, SampleResult]:
+        """Run one plan as `execute` does; return the logits of its samples, and their tokens."""
+        with self._forward_lock:
+            self._check_open()
+            logits = self.runner.forward(plan)
+            return logits, self.runner.sample(logits, sampling_batch(plan.sampling))
 
     def close(self) -> None:
         """Refuse further work and let the weights and pools go. Idempotent."""
@@ -431,34 +439,7 @@ class Engine:
             the vocabulary, changed its slot, or has stop strings (a matter of text: use `LLM`).
         """
         with self._forward_lock:
-            specs = self._checked(requests, decode=False)
-            logits: dict[int, torch.Tensor] = {}
-            pending = list(range(len(requests)))
-            while pending:
-                chunks = self._chunks(requests, pending)
-                plan = build_plan(
-                    [
-                        self._row(request, specs[index] if last else None, tokens)
-                        for index, request, tokens, last in chunks
-                    ],
-                    decode=False,
-                )
-                out, sampled = self._run(plan, [request for _, request, _, _ in chunks])
-                for _, request, tokens, _ in chunks:
-                    request.seq_len += len(tokens)
-                ended = [index for index, _, _, last in chunks if last]
-                for row, index in enumerate(ended):
-                    logits[index] = out[row]
-                    self._record(requests[index], specs[index], _step_row(sampled, row))
-                pending = [index for index in pending if index not in logits]
-        return BatchPrefillResult(
-            request_ids=[request.request_id for request in requests],
-            token_ids=[_new_token(request) for request in requests],
-            finished=[request.finished for request in requests],
-            logits=torch.stack([logits[index] for index in range(len(requests))])
-            if return_logits and requests
-            else None,
-        )
+            return batch_api.prefill(self, requests, return_logits=return_logits)
 
     def batch_decode_step(
         self, requests: Sequence[BatchedRequest], *, return_logits: bool = False
@@ -467,170 +448,12 @@ class Engine:
 
         Raises as `batch_prefill`, and `InvalidRequest` for a request without a first token.
         """
-        logits = None
         with self._forward_lock:
-            specs = self._checked(requests, decode=True)
-            if requests:
-                plan = build_plan(
-                    [
-                        self._row(request, spec, request.generated_tokens[-1:])
-                        for request, spec in zip(requests, specs, strict=True)
-                    ],
-                    decode=True,
-                )
-                logits, sampled = self._run(plan, requests)
-                for row, request in enumerate(requests):
-                    request.seq_len += 1
-                    self._record(request, specs[row], _step_row(sampled, row))
-        return BatchDecodeResult(
-            request_ids=[request.request_id for request in requests],
-            token_ids=[_new_token(request) for request in requests],
-            finished=[request.finished for request in requests],
-            logits=logits if return_logits else None,
-        )
-
-    def _run(
-        self, plan: StepPlan, requests: Sequence[BatchedRequest]
-    ) -> tuple[torch.Tensor, SampleResult]:
-        """Run a plan; the caller holds the lock from the look-up of the slots on."""
-        self._check_open()
-        try:
-            logits = self.runner.forward(plan)
-            return logits, self.runner.sample(logits, sampling_batch(plan.sampling))
-        except Exception:
-            # Some layers may have written KV, and moved the state of a hybrid model: none of these
-            # requests can go on from here.
-            for request in requests:
-                request.finished, request.finish_reason = True, "error"
-            raise
+            return batch_api.decode_step(self, requests, return_logits=return_logits)
 
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosed("engine is closed: closed by its owner")
-
-    def _checked(self, requests: Sequence[BatchedRequest], *, decode: bool) -> list[SamplingSpec]:
-        """Refuse what cannot run, before anything runs; bind the slots; return the options."""
-        seen: set[int] = set()
-        grants: list[tuple[int, int]] = []
-        specs: list[SamplingSpec] = []
-        for request in requests:
-            name = f"request {request.request_id}"
-            if request.request_id in seen:
-                raise InvalidRequest(f"{name} is listed twice")
-            seen.add(request.request_id)
-            if request.finished:
-                raise InvalidRequest(f"{name} is finished: {request.finish_reason}")
-            if bool(request.generated_tokens) != decode:
-                state = "has no token yet: prefill it first" if decode else "is already prefilled"
-                raise InvalidRequest(f"{name} {state}")
-            if request.sampling.stops:
-                raise InvalidRequest(
-                    f"{name}: stop={request.sampling.stops!r}: stop strings are matched on text, "
-                    "which the batch API does not produce; use LLM, or stop_token_ids"
-                )
-            self._check_tokens(request)
-            specs.append(self._spec_of(request))
-            specs[-1].validate(self.model_config.vocab_size)
-            grants.append(self._grant(request))
-        for request, (slot, generation) in zip(requests, grants, strict=True):
-            request.slot_id, request.slot_generation = slot, generation
-        return specs
-
-    def _check_tokens(self, request: BatchedRequest) -> None:
-        name = f"request {request.request_id}"
-        length, generated = len(request.prompt_tokens), len(request.generated_tokens)
-        if length >= self.max_context:
-            raise PromptTooLong(
-                f"{name}: prompt of {length} tokens does not fit: max_context is "
-                f"{self.max_context}, of which one token must stay free"
-            )
-        if length + generated > self.max_context:
-            raise InvalidRequest(
-                f"{name}: {length} prompt and {generated} generated tokens do not fit: max_context "
-                f"is {self.max_context}"
-            )
-        vocab = self.model_config.vocab_size
-        check_token_ids("prompt_tokens", request.prompt_tokens, vocab)
-        check_token_ids("generated_tokens", request.generated_tokens, vocab)
-        expected = length + generated - 1 if generated else min(request.seq_len, length - 1)
-        if request.seq_len != expected or request.seq_len < 0:
-            raise InvalidRequest(f"{name}: seq_len={request.seq_len}: accepted is {expected}")
-
-    def _grant(self, request: BatchedRequest) -> tuple[int, int]:
-        """Slot and generation of a request, refused if its KV is in an earlier tenancy."""
-        name = f"request {request.request_id}"
-        grant = self.slots.grant_of(request.request_id)
-        if grant is None:
-            raise UnknownRequest(f"{name} holds no slot; call allocate_slot first")
-        held = (request.slot_id, request.slot_generation)
-        if request.seq_len and request.slot_generation is not None and held != grant:
-            raise InvalidRequest(
-                f"{name}: its slot was freed since its last step, and its KV with it; start over, "
-                "or restore KV and state and set slot_generation to None"
-            )
-        return grant
-
-    def _spec_of(self, request: BatchedRequest) -> SamplingSpec:
-        # The request's own id seeds it, so that every step of a request draws from one sequence.
-        seed = request.sampling.seed
-        if seed is None:
-            seed = (self.config.seed + request.request_id * _SEED_STEP) % _U64
-        return self.sampling_spec(replace(request.sampling, seed=seed))
-
-    def _chunks(
-        self, requests: Sequence[BatchedRequest], pending: list[int]
-    ) -> list[tuple[int, BatchedRequest, list[int], bool]]:
-        """Chunks of the next forward: (index, request, tokens, whether the prompt ends)."""
-        budget = self.config.max_batch_tokens
-        chunks = []
-        for index in pending:
-            request = requests[index]
-            start = request.seq_len
-            end = len(request.prompt_tokens)
-            if end - start > budget:
-                end = (start + budget) // CHUNK_ALIGN * CHUNK_ALIGN
-            if end <= start:
-                break
-            budget -= end - start
-            last = end == len(request.prompt_tokens)
-            chunks.append((index, request, request.prompt_tokens[start:end], last))
-        return chunks
-
-    @staticmethod
-    def _row(
-        request: BatchedRequest, spec: SamplingSpec | None, tokens: list[int]
-    ) -> tuple[int, int, int, list[int], SamplingSpec | None, list[int], list[int]]:
-        assert request.slot_id is not None, "bound by _checked"
-        return (
-            request.request_id,
-            request.slot_id,
-            request.seq_len,
-            tokens,
-            spec,
-            request.prompt_tokens,
-            request.generated_tokens,
-        )
-
-    def _record(self, request: BatchedRequest, spec: SamplingSpec, row: StepRow) -> None:
-        request.last_result = row
-        if row.token_id < 0:
-            request.finished, request.finish_reason = True, "error"
-            return
-        request.last_token = row.token_id
-        request.generated_tokens.append(row.token_id)
-        request.finish_reason = spec.finish_reason(
-            len(request.prompt_tokens), request.generated_tokens, max_context=self.max_context
-        )
-        request.finished = request.finish_reason is not None
-
-
-def _new_token(request: BatchedRequest) -> int:
-    assert request.last_result is not None, "set by the forward that has just run"
-    return request.last_result.token_id
-
-
-def _step_row(sampled: SampleResult, row: int) -> StepRow:
-    return StepRow(token_id=int(sampled.token_ids[row]), logprobs=sampled.logprobs[row])
 
 
 def _tokenizer(loaded: LoadedModel) -> Tokenizer | None:

@@ -1,7 +1,7 @@
-"""Copies between pinned host memory and the GPU: bytes, order.
+"""Copies between pinned host memory and the GPU: bytes and order.
 
-HST-01, HST-03, HST-07, HST-11, HST-12, HST-17. Bytes are compared exactly; whatever must
-not be written is poisoned, and so is every destination.
+HST-01, HST-03, HST-07, HST-11, HST-12, HST-17. Bytes are compared exactly; whatever must not
+be written is poisoned, and so is every destination.
 """
 
 import random
