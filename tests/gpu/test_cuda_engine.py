@@ -197,23 +197,34 @@ def test_cuts_of_a_prompt_are_invisible(tiny, name, fp8_model):
 
 
 def test_fp8_weights(fp8_model, monkeypatch):
-    """Prompts by products of codes against fp32 products of what the same codes stand for."""
+    """The noise of coded activations is that of the format, measured with exact products of codes.
+
+    No tighter: the least difference moves codes by an eighth, so that the logits of two ways to sum
+    are as far apart as two roundings. The products themselves are held to 4e-3 elsewhere.
+    """
     prompts = prompts_of(8, longest=200)
     config = EngineConfig(**(SMALL | fp8_model))
+
+    def logits():
+        with Engine(config) as engine:
+            return torch.stack([row[0] for row in alone(engine, prompts, 1)[1]])
+
     with Engine(config) as engine:
-        coded = alone(engine, prompts)
-        assert_same(run(engine, prompts), coded)
+        assert_same(run(engine, prompts), alone(engine, prompts))
+    coded = logits()
 
     def exact(codes, scales, weight, dtype):
         x = codes.float().unflatten(1, (-1, many_rows.GROUP)) * scales.unsqueeze(-1)
         return (x.flatten(1) @ weight.dequantise(torch.float32).T).to(dtype)
 
-    monkeypatch.setattr(many_rows, "product_of_codes", exact)
-    with Engine(config) as engine:
-        for a, b in zip(alone(engine, prompts, 1)[1], coded[1], strict=True):
-            # Both round to bf16 in the same places. Sums in another order move a few results to the
-            # neighbouring bf16 (2^-8), and a few of these move a code (2^-3 of one activation).
-            assert relative(b[0], a[0]) < 0.05
+    with monkeypatch.context() as patched:
+        patched.setattr(many_rows, "product_of_codes", exact)
+        emulated = logits()
+    monkeypatch.setattr(many_rows, "takes_codes", lambda weight: False)
+    dense = logits()
+    noise_of_format = relative(emulated, dense)
+    assert noise_of_format > 0.01  # the codes were used
+    assert relative(coded, dense) < 1.25 * noise_of_format
 
 
 @pytest.mark.parametrize("graphs", [True, False])

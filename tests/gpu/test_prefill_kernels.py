@@ -141,6 +141,17 @@ def test_products_of_many_rows(kind):
         assert torch.equal(part, added[first:last])
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(1024, 1024), (5120, 17408)])
+def test_products_of_codes_are_those_of_what_they_stand_for(rows, columns):
+    """In float64, of the same codes and scales: what is left is the rounding to bf16, and the sums
+    of the tensor cores, which keep some 14 bits between two scales."""
+    weight = quantise(noise(rows, columns, seed=1))
+    codes, scales = prefill.quantise_rows(noise(300, columns, dtype=BF16))
+    x = codes.double().unflatten(1, (-1, prefill.GROUP)) * scales.double().unsqueeze(-1)
+    expected = x.flatten(1) @ weight.dequantise().double().T
+    assert relative(many_rows.product_of_codes(codes, scales, weight, BF16), expected) < 4e-3
+
+
 def test_an_mlp_of_codes_has_the_bits_of_its_parts():
     backend = CudaBackend(DEVICE)
     gate_up, down = (quantise(noise(rows, 1024, seed=rows) / 32) for rows in (2048, 1024))
