@@ -326,7 +326,7 @@ def test_steps_on_a_gpu_are_counted_before_pools_are_made():
     attention = 8 * 8 * (65_536 // 512) * 4 * (128 + 2) * 4
     gathered = 2 * 65_536 * 8 * 128 * 2
     table = 8 * (65_536 // 64) * 4
-    logits = (1 + 2 + 4 + 8) * 151_936 * 4
+    logits = 8 * 151_936 * 4
     assert 0 < found - (attention + gathered + table + logits) < 2_000
     # Seven slots are served by the graph of eight rows.
     assert step_bytes(dense, codes, slots=7, **options) == found

@@ -40,11 +40,10 @@ _FIRST_STAGING_BYTES = 1 << 20  # it grows with the steps
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """A decode step of one width, and where it leaves its logits."""
+    """A decode step of one width."""
 
     graph: torch.cuda.CUDAGraph
     arrays: StepArrays
-    logits: torch.Tensor
 
 
 class _Ticket:
@@ -104,7 +103,7 @@ class CudaRunner(ModelRunner):
     """
 
     stream: torch.cuda.Stream
-    _logits: torch.Tensor  # of the last replay
+    _logits: torch.Tensor  # of the last replay, in its first rows
 
     def __init__(
         self,
@@ -252,7 +251,6 @@ class CudaRunner(ModelRunner):
         self._graph_staging.send(captured.arrays)
         self._tokens_of = None  # until it is known whose they are
         captured.graph.replay()
-        self._logits = captured.logits
         self.replays += 1
         return True
 
@@ -335,7 +333,10 @@ class CudaRunner(ModelRunner):
         )
 
     def _capture(self) -> None:
-        """One graph a width, all of padding; widest first, so that the others fit its memory."""
+        """One graph a width, all of padding; widest first, so that the others fit its memory.
+
+        All leave their logits where the widest has them, which thereby needs no copy.
+        """
         pool = torch.cuda.graph_pool_handle()
         for width in reversed(self._widths):
             arrays = self._graph_staging.arrays(self._decode_shape(width))
@@ -349,7 +350,11 @@ class CudaRunner(ModelRunner):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 logits = self._decode(batch, width)
-            self._graphs[width] = _Captured(graph, arrays, logits)
+                if width == self._widths[-1]:
+                    self._logits = logits
+                else:
+                    self._logits[:width].copy_(logits)
+            self._graphs[width] = _Captured(graph, arrays)
 
     def _decode_shape(self, width: int) -> StepShape:
         return StepShape(tokens=width, decode_rows=width, table_pages=self._table_pages)

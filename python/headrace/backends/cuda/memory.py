@@ -1,8 +1,8 @@
 """Bytes that steps take on a GPU besides weights and pools, known before these are made.
 
-What is allocated by size is counted: scratch of decode attention, arrays of the widest graph,
-logits of all, the KV a prompt decodes from codes, the tensors of a linear mixer. What a library or
-the driver takes for itself is not in it. No state.
+What is allocated by size is counted: scratch of decode attention, arrays and logits of the widest
+graph, the KV of the longest prompt if it is not read in place, the tensors of a linear mixer. What
+a library or the driver takes for itself is not in it. No state.
 """
 
 from headrace._core import decode_width
@@ -34,8 +34,7 @@ def step_bytes(
     gathered = 0 if reads_pool(kv_format) else max_context * row
     table_pages = -(-max_context // page_tokens)
     arrays = StepShape(tokens=rows, decode_rows=rows, table_pages=table_pages).nbytes
-    widths = {decode_width(count) for count in range(1, slots + 1)}
-    logits = sum(widths) * config.vocab_size * _FLOAT32
+    logits = rows * config.vocab_size * _FLOAT32
     return attention + gathered + arrays + logits + tokens * _mixer_bytes(config, itemsize)
 
 
