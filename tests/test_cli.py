@@ -4,14 +4,15 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from headrace import Engine, EngineConfig, cli
+from headrace.backends.cuda.memory import RESERVE_BYTES
 from headrace.commands.options import engine_config
 from headrace.config import option_table
-from headrace.engine import _GPU_RESERVE_BYTES
 from headrace.errors import ConfigError
 from headrace.kv.cache import KVCache
 from headrace.models.known import KNOWN_CONFIGS
@@ -280,12 +281,27 @@ def test_plan_table_shows_the_numbers(capsys):
     assert "147,456" in out
     assert "fits: " in out
     steps = plan_json(capsys, "--model", "qwen3-8b", "--hbm-gib", 80)["gpu_step_bytes"]
-    assert re.search(rf"GPU steps besides .* {steps:,} ", out)
+    assert re.search(rf"GPU scratch, allowance .* {steps:,} ", out)
+
+
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+SHOWN = re.findall(r"^```\n\$ headrace (plan .*)\n((?s:.*?))^```$", README, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("command", "shown"), SHOWN)
+def test_plans_of_the_readme_are_what_their_commands_print(capsys, command, shown):
+    code, out, _ = run(capsys, *command.split())
+    assert code == 0
+    assert [line.rstrip() for line in out.splitlines()] == shown.splitlines()
+
+
+def test_the_readme_shows_both_layouts():
+    assert len(SHOWN) == 2
 
 
 @pytest.mark.parametrize("layout", ["slots", "paged"])
 def test_plan_counts_for_steps_what_the_engine_keeps_free(tiny, monkeypatch, layout):
-    """HST-18: all but the constant part, which is for driver and libraries."""
+    """HST-18: with the allowance for driver and libraries."""
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
     path = str(tiny("tiny_hybrid").path)
     options = {"kv_layout": layout, "max_batch_tokens": 128}
@@ -297,7 +313,7 @@ def test_plan_counts_for_steps_what_the_engine_keeps_free(tiny, monkeypatch, lay
             engine.model_config, model="m", dtype="float32", slots=5, context=192, **options
         )
     assert plan.gpu_step_bytes > 0
-    assert plan.workspace_bytes + plan.gpu_step_bytes == kept - _GPU_RESERVE_BYTES
+    assert plan.workspace_bytes + plan.gpu_step_bytes == kept
 
 
 def test_plan_of_two_ranks_splits_the_scratch_of_steps():
@@ -305,8 +321,8 @@ def test_plan_of_two_ranks_splits_the_scratch_of_steps():
         make_plan(KNOWN_CONFIGS["qwen3-8b"], model="m", tp=tp, slots=8).gpu_step_bytes
         for tp in (1, 2)
     )
-    logits = 8 * 151_936 * 4  # whole on both
-    assert (one - logits) / 2 < two - logits < (one - logits) / 2 + 100_000
+    whole = 8 * 151_936 * 4 + RESERVE_BYTES  # logits, on both
+    assert (one - whole) / 2 < two - whole < (one - whole) / 2 + 100_000
 
 
 @pytest.mark.parametrize(

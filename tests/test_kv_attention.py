@@ -67,9 +67,8 @@ def segments(*cuts):
 def test_decode_and_prefill_equal_fp64_over_the_stored_vectors(kv_format, head_dim, group):
     backend = TorchBackend("cpu", deterministic=False)
     kv, q = filled(kv_format, head_dim, group)
-    mask = backend.prefill_mask(TOKENS - TOKENS % 64, torch.float32)
     prefill = torch.empty_like(q)
-    backend.attention_prefill(q, 0, kv, segments(0, TOKENS), mask, NO_WINDOW, out=prefill)
+    backend.attention_prefill(q, 0, kv, segments(0, TOKENS), NO_WINDOW, out=prefill)
     for row in (0, 1, 62, 63, 64, 65, 127, 128, TOKENS - 1):  # both sides of every tile edge
         expected, largest = exact(kv, q[row], row + 1, group)
         one = q[row : row + 1]
@@ -85,8 +84,7 @@ def test_decode_and_prefill_equal_fp64_over_the_stored_vectors(kv_format, head_d
 def test_a_cut_prefill_has_the_bits_of_one_in_a_piece(kv_format):
     backend = TorchBackend("cpu", deterministic=True)
     kv, q = filled(kv_format, 64, 3)
-    mask = backend.prefill_mask(TOKENS - TOKENS % 64, torch.float32)
     whole, parts = torch.empty_like(q), torch.empty_like(q)
     for out, cuts in ((whole, (0, TOKENS)), (parts, (0, 64, 128, TOKENS))):
-        backend.attention_prefill(q, 0, kv, segments(*cuts), mask, NO_WINDOW, out=out)
+        backend.attention_prefill(q, 0, kv, segments(*cuts), NO_WINDOW, out=out)
     assert torch.equal(parts, whole)

@@ -44,17 +44,13 @@ from headrace.request import (
 from headrace.runner import ModelRunner, Pending, sampling_batch
 from headrace.sampling import SampleResult
 from headrace.text.tokenizer import Tokenizer
-from headrace.tiers import HostSizes, HostTier, host_sizes
+from headrace.tiers import HostSizes, HostTier, host_sizes, staging_states
 
 # Odd, so that seed + k * this differs for all k below 2^64 (Weyl sequence).
 _SEED_STEP = 0x9E37_79B9_7F4A_7C15
 _U64 = 2**64
-# States that may wait for their copy to the host at once.
-_MAX_STAGING = 4
 # What a step may plan with for copies inside host memory, where no link is set.
 _MEMCPY_BYTES_PER_S = 5e9
-# Library workspaces, kernels and graphs.
-_GPU_RESERVE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +127,7 @@ class Engine:
             check_width(config.slot_widths, layout.layers)
         state_bytes = loaded.config.state_bytes_per_slot(dtype.itemsize)
         host = self._host_sizes(layout, state_bytes)
-        staging = min(config.max_batch_size, _MAX_STAGING) if host and host.snapshots else 0
+        staging = staging_states(config.max_batch_size, host)
         # Bytes beside weights and pools that steps are expected to take at most.
         self.step_bytes = self._step_bytes(kv_format, page_tokens)
         kept = self.step_bytes + _tier_bytes_beside(self.device, host)
@@ -190,18 +186,14 @@ class Engine:
         slots, tokens = config.max_batch_size, config.max_batch_tokens
         itemsize = kv_format.model_dtype.itemsize
         workspace = workspace_bytes(model, slots, self.max_context, tokens, itemsize)
-        return (
-            _GPU_RESERVE_BYTES
-            + workspace
-            + step_bytes(
-                model,
-                kv_format,
-                slots=slots,
-                max_context=self.max_context,
-                page_tokens=page_tokens,
-                max_batch_tokens=tokens,
-                itemsize=itemsize,
-            )
+        return workspace + step_bytes(
+            model,
+            kv_format,
+            slots=slots,
+            max_context=self.max_context,
+            page_tokens=page_tokens,
+            max_batch_tokens=tokens,
+            itemsize=itemsize,
         )
 
     def _runner(self, model: DecoderModel) -> ModelRunner:

@@ -2,8 +2,9 @@
 
 Reads configurations, never weights. KV bytes come from the functions the KV cache itself uses, on
 the configuration of one rank, so plan and pools cannot drift apart; those of the host tier and of
-steps likewise come from the functions that size them for an engine. Not counted: what a driver and
-a library take for themselves, and on a CPU the second, reordered copy of a tied head.
+steps likewise come from the functions that size them for an engine. What a driver
+and libraries take for themselves is an allowance; not counted is, on a CPU, the second, reordered
+copy of a tied head.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from headrace.loading.safetensors_folder import read_config
 from headrace.models.config import ModelConfig
 from headrace.models.known import KNOWN_CONFIGS
 from headrace.models.tensors import weight_bytes
-from headrace.tiers import host_sizes
+from headrace.tiers import HostSizes, host_sizes, staging_states
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _FLOAT32 = 4
@@ -45,7 +46,8 @@ class MemoryPlan:
     `budget_bytes` and what follows from it are None without a budget. A dense model has no state.
     `max_slots_that_fit` is at `context`, `max_context_that_fits` at `slots`; 0 if nothing fits.
     Both are None if the number of pages is given; `max_pages_that_fit` is None with slots.
-    `kv_bytes_total` is that of the pool: slots, or pages. `workspace_bytes` are what the layers of
+    `kv_bytes_total` is that of the pool: slots, or pages. `state_bytes_total` is that of the slots,
+    and of states on their way to the host tier. `workspace_bytes` are what the layers of
     a step have on any device, `gpu_step_bytes` what steps take on a GPU beside them. `pages` and
     `stream` are None with slots, `host` without a host tier.
     """
@@ -62,6 +64,7 @@ class MemoryPlan:
     kv_bytes_per_slot: int
     kv_bytes_total: int
     state_bytes_per_slot: int
+    state_bytes_total: int
     workspace_bytes: int
     gpu_step_bytes: int
     total_bytes: int
@@ -125,21 +128,14 @@ class StreamPlan:
 
 
 def plan_host(
-    layout: KVLayout,
+    sizes: HostSizes,
     *,
     budget_bytes: int,
     page_tokens: int,
     state_bytes: int,
     snapshot_interval: int,
 ) -> HostPlan:
-    """Divide a budget as the engine does. Raises `ConfigError` if it does not hold one page."""
-    sizes = host_sizes(
-        budget_bytes,
-        layout,
-        page_size=page_tokens,
-        state_bytes=state_bytes,
-        snapshot_interval=snapshot_interval,
-    )
+    """What the engine makes of a budget of host memory."""
     return HostPlan(
         budget_bytes=budget_bytes,
         used_bytes=sizes.nbytes,
@@ -277,9 +273,22 @@ def make_plan(
             ),
         )
 
+    sizes = None
+    if host_bytes:
+        sizes = host_sizes(
+            host_bytes,
+            layout,
+            page_size=page_size,
+            state_bytes=state,
+            snapshot_interval=snapshot_interval,
+        )
+
+    def states(slots: int) -> int:
+        return (slots + staging_states(slots, sizes)) * state
+
     def total(slots: int, context: int) -> int:
         kv = layout.pool_bytes(*pool(slots, context))
-        return weights + kv + slots * state + sum(steps(slots, context))
+        return weights + kv + states(slots) + sum(steps(slots, context))
 
     workspace, on_gpu = steps(slots, context)
 
@@ -296,6 +305,7 @@ def make_plan(
         kv_bytes_per_slot=layout.bytes_per_slot(context),
         kv_bytes_total=layout.pool_bytes(*pool(slots, context)),
         state_bytes_per_slot=state,
+        state_bytes_total=states(slots),
         workspace_bytes=workspace,
         gpu_step_bytes=on_gpu,
         total_bytes=total(slots, context),
@@ -305,13 +315,13 @@ def make_plan(
         if paged
         else None,
         host=plan_host(
-            layout,
+            sizes,
             budget_bytes=host_bytes,
             page_tokens=page_size,
             state_bytes=state,
             snapshot_interval=snapshot_interval,
         )
-        if host_bytes
+        if sizes is not None
         else None,
         stream=plan_stream(layout, context=context, link_bytes_per_s=link_bytes_per_s)
         if paged
@@ -348,8 +358,8 @@ def check_fits(plan: MemoryPlan) -> None:
     raise ConfigError(
         f"{plan.model} with {plan.slots} slots of {plan.context} tokens needs "
         f"{plan.total_bytes:,} bytes a rank (weights {plan.weights_bytes:,}, KV "
-        f"{plan.kv_bytes_total:,}, state {plan.slots * plan.state_bytes_per_slot:,}, workspace "
-        f"{plan.workspace_bytes:,}, GPU steps {plan.gpu_step_bytes:,}), "
+        f"{plan.kv_bytes_total:,}, state {plan.state_bytes_total:,}, workspace "
+        f"{plan.workspace_bytes:,}, scratch and allowance of a GPU {plan.gpu_step_bytes:,}), "
         f"{plan.budget_bytes:,} are there, {-plan.left_bytes:,} are missing; what fits is "
         f"{', or '.join(fits)}; lower slots, pages or context, or raise tp"
     )

@@ -23,6 +23,8 @@ from headrace.models.config import ModelConfig
 from headrace.models.hybrid_config import FULL_ATTENTION
 
 _LOG = logging.getLogger(__name__)
+# States that may wait for their copy to the host at once.
+_MAX_STAGING = 4
 _ALIGNMENT = 256  # of a plane in host memory, as of a pool
 # Stores of many requests may wait at once; each is a few hundred bytes.
 _MAX_JOBS = 65_536
@@ -38,6 +40,11 @@ class HostSizes:
     pages: int
     snapshots: int
     nbytes: int
+
+
+def staging_states(slots: int, host: HostSizes | None) -> int:
+    """States on the device beside those of the slots, which wait for their copy to the host."""
+    return min(slots, _MAX_STAGING) if host is not None and host.snapshots else 0
 
 
 def host_sizes(

@@ -17,7 +17,7 @@ from test_gemm_kernels import CODES, input_dtype, weight_of
 from test_kv_kernels import ALL_FORMATS, FORMATS, fused_inputs, kernels_of, norm_of
 from test_prefill_attention import attention_of, segments_of
 
-from headrace.backends.cuda import fused, prefill
+from headrace.backends.cuda import fused, prefill, prefill_attention
 from headrace.backends.cuda.delta import DeltaPrefill
 from headrace.backends.cuda.gemm import SkinnyGemm
 from headrace.backends.cuda.kv import Rotary
@@ -45,9 +45,10 @@ def linear():
 def small():
     """Norms, gates, embedding, greedy choice."""
     for dtype in (BF16, FP16, FP32):
-        x = noise(3, 576, dtype=dtype)
-        fused.rms_norm(x, noise(576, dtype=dtype), 1e-6)
-        fused.rms_norm_wide(x, noise(576), 1e-6)
+        x, weight, scale = noise(3, 576, dtype=dtype), noise(576, dtype=dtype), noise(576)
+        torch.cuda.synchronize()  # norms read weights before what is ahead of them ends
+        fused.rms_norm(x, weight, 1e-6)
+        fused.rms_norm_wide(x, scale, 1e-6)
         fused.silu_mul(x)
         fused.sigmoid_gate(x, noise(3, 9, 64, dtype=dtype))
         fused.embed(noise(50, 576, dtype=dtype), torch.tensor([0, 49, -1, 50], device=DEVICE))
@@ -137,7 +138,7 @@ def long_append():
 
 
 def prompt_attention():
-    """Attention of several prompts at once, in slots, pages and windows, and over codes."""
+    """Attention of several prompts at once, in units of both sizes, and over codes."""
     for kv_format in ALL_FORMATS:
         if kv_format.model_dtype == FP32:
             continue
@@ -146,7 +147,10 @@ def prompt_attention():
             segments, tokens = segments_of(case, [(2, 70, 300), (0, 0, 1), (1, 3, 100)])
             q = noise(tokens, 6, head_dim, dtype=kv_format.model_dtype)
             out = torch.empty_like(q)
-            attention_of(case, 6).attend(case.layer, q, segments, out=out, low=case.low)
+            attention = attention_of(case, 6)
+            for units_each in (0, 2**20):
+                prefill_attention._UNITS_EACH = units_each
+                attention.attend(case.layer, q, segments, out=out, low=case.low)
 
 
 FAMILIES = {

@@ -13,9 +13,12 @@ import numpy as np
 import torch
 from kv_setup import DEVICE, noise
 
+from headrace.backends.cuda import kv
 from headrace.backends.cuda.kv import KVKernels, LowWindow
+from headrace.backends.cuda.prefill_attention import PrefillAttention, reads_pool
 from headrace.kv.formats import KVFormat, KVLayout, row_offset_bytes
 from headrace.kv.planes import PlanePool
+from headrace.models.batch import PrefillSegment
 
 BF16 = torch.bfloat16
 FORMATS = (
@@ -26,7 +29,7 @@ FORMATS = (
     KVFormat(name="int8_per_token_head", model_dtype=BF16, int8_rotate=True),
     KVFormat(name="turboquant_k8v4", model_dtype=BF16),
 )
-ROWS, CONTEXT, SMALL_PAGE = 3, 2**20, 16
+ROWS, CONTEXT, SMALL_PAGE, PROMPT = 3, 2**20, 16, 65
 MAX_FLAT = 2**31
 
 
@@ -38,7 +41,7 @@ def signed(address):
 def moved(kernels, pool, geometry, flat_page, offset):
     """Point the kernels at a pool of `geometry` whose row (flat page, offset) is the first here."""
     kernels.pool = SimpleNamespace(**geometry)
-    kernels._planes = tuple(
+    kernels.planes = tuple(
         signed(
             pool.tensors[name].data_ptr()
             - row_offset_bytes(
@@ -111,8 +114,8 @@ def probe(kv_format, head_dim, kv_heads, seed):
 
     # A million tokens, all in one page far away.
     for token in range(1, SMALL_PAGE):
-        kv = noise(2, 1, kv_heads, head_dim, seed=seed + token).to(kv_format.model_dtype)
-        on_near.append(0, zero, zero + token, kv[0], kv[1])
+        pair = noise(2, 1, kv_heads, head_dim, seed=seed + token).to(kv_format.model_dtype)
+        on_near.append(0, zero, zero + token, *pair)
     for name, tensor in near.tensors.items():
         far.tensors[name].copy_(tensor)
     layers, geometry = random_geometry(rng, long_pages=False)
@@ -129,6 +132,26 @@ def probe(kv_format, head_dim, kv_heads, seed):
     assert outs[0].isfinite().all()
     assert torch.equal(outs[0], outs[1])
 
+    # The last tokens of a prompt, over the same pages; and all tokens of a page at once.
+    if reads_pool(kv_format):
+        q = noise(PROMPT, kv_heads, head_dim, seed=seed + 1).to(kv_format.model_dtype)
+        outs = []
+        for kernels, entry, where in ((on_near, 0, 0), (on_far, page, layer)):
+            table = torch.full((CONTEXT // SMALL_PAGE,), entry, dtype=torch.int32, device=DEVICE)
+            segment = PrefillSegment(
+                table=table, state_slot=0, start=CONTEXT - PROMPT, length=PROMPT, offset=0
+            )
+            out = torch.full_like(q, torch.nan)
+            PrefillAttention(kernels).attend(where, q, [segment], out=out)
+            outs.append(out)
+        assert outs[0].isfinite().all()
+        assert torch.equal(outs[0], outs[1])
+    k, v = noise(2, SMALL_PAGE, kv_heads, head_dim, seed=seed + 2).to(kv_format.model_dtype)
+    offsets = torch.arange(SMALL_PAGE, device=DEVICE)
+    for kernels, entry, where in ((on_near, 0, 0), (on_far, page, layer)):
+        kernels.append(where, torch.full_like(offsets, entry), offsets, k, v)
+    same_planes(near, far)
+
 
 def same_planes(one, other):
     """Both pools have the same bytes."""
@@ -139,6 +162,7 @@ def same_planes(one, other):
 def main():
     """Print the number of geometries."""
     count = 0
+    kv._APPEND_WAVE = 1  # two vectors and more take the form for many tokens
     for seed in range(2):
         for kv_format in FORMATS:
             for head_dim, kv_heads in ((64, 64), (128, 2), (256, 64)):

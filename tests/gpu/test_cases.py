@@ -29,7 +29,7 @@ from test_cuda_engine import (
 )
 
 from headrace import LLM, BatchedRequest, Engine, EngineConfig, SamplingParams
-from headrace.engine import _GPU_RESERVE_BYTES
+from headrace.backends.cuda.memory import RESERVE_BYTES
 from headrace.errors import ConfigError
 from headrace.models.known import KNOWN_CONFIGS
 from headrace.models.tensors import weight_bytes
@@ -384,7 +384,7 @@ def test_steps_take_no_more_than_was_declared(tiny, name, layout):
         pools = engine.kv.bytes_total + (engine.state.bytes_total if engine.state else 0)
         weights = weight_bytes(engine.model_config, 2)
         # The constant part is for what torch does not count.
-        declared = engine.step_bytes - _GPU_RESERVE_BYTES
+        declared = engine.step_bytes - RESERVE_BYTES
         assert declared > 0
         kept, peaks = [], []
         for _ in range(3):

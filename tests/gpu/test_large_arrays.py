@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from kv_setup import new_pool
+from kv_setup import build, new_pool
 from test_delta_kernels import layer_of
 from test_gemm_kernels import SUMS, exact
 from test_kv_kernels import kernels_of
+from test_prefill_attention import attention_of, segments_of
 
 from headrace.backends.cuda import fused, prefill
 from headrace.backends.cuda.delta import DeltaPrefill
@@ -144,6 +145,23 @@ def test_keys_and_values_of_a_long_prompt():
             values = pool.tensors[which][0, 0, -LAST:, head].float()
             values *= pool.tensors[f"{which}_scale"][0, 0, -LAST:, head].float()
             assert torch.equal(out[-LAST:, head], values.to(BF16))
+
+
+def test_attention_of_a_prompt_with_rows_far_apart():
+    """Queries cut out of a projection of any width, and results into one."""
+    tokens, apart = 70, 2**25
+    case = build(parse_kv_format("auto", model_dtype=BF16), 128, 1, [tokens])
+    memory = torch.zeros(tokens * apart, dtype=BF16, device=DEVICE)
+    assert memory.numel() > 2**31
+    q, out = (memory.as_strided((tokens, 2, 128), (apart, 128, 1), at) for at in (0, 4096))
+    q.copy_(random(tokens, 2, 128))
+    segments = segments_of(case, [(0, 0, tokens)])[0]
+    attention = attention_of(case, 2)
+    expected = torch.empty((tokens, 2, 128), dtype=BF16, device=DEVICE)
+    attention.attend(case.layer, q.contiguous(), segments, out=expected)
+    attention.attend(case.layer, q, segments, out=out)
+    assert expected.isfinite().all()
+    assert torch.equal(out, expected)
 
 
 def test_a_linear_layer_with_rows_far_apart():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from kv_setup import DEVICE, build, noise, stored
 
+from headrace.backends.cuda import prefill_attention
 from headrace.backends.cuda.kv import KVKernels
 from headrace.backends.cuda.prefill_attention import PrefillAttention
 from headrace.errors import ConfigError
@@ -173,8 +174,47 @@ def test_more_segments_than_a_launch_has():
             assert error(out[rows], exact(kv_format, q[rows], k, v, 0)) < BOUND[BF16]
 
 
-def test_large_scores_and_values_that_are_not_finite():
-    """One weight of one, and a NaN that only reaches the rows that see it."""
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_size_of_a_unit_does_not_show_in_the_bits(head_dim, monkeypatch):
+    kv_format = KVFormat(name=AUTO, model_dtype=BF16)
+    case = build(kv_format, head_dim, 2, [900, 130, 65], "pages")
+    attention = attention_of(case, 8)
+    segments, tokens = segments_of(case, [(1, 0, 130), (0, 200, 900), (2, 0, 65)])
+    q = noise(tokens, 8, head_dim, seed=3, dtype=BF16)
+    outs = []
+    for units_each, tiles in ((0, 3), (2**20, 2)):
+        monkeypatch.setattr(prefill_attention, "_UNITS_EACH", units_each)
+        assert attention._tiles([1]) == tiles
+        outs.append(torch.full_like(q, math.nan))
+        attention.attend(case.layer, q, segments, out=outs[-1])
+    assert outs[0].isfinite().all()
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_keys_and_values_that_are_not_finite(head_dim, value):
+    """Keys never reach rows before them, values those of earlier blocks of 64."""
+    kv_format = KVFormat(name=AUTO, model_dtype=BF16)
+    case = build(kv_format, head_dim, 2, [300])
+    attention = attention_of(case, 4)
+    q = noise(300, 4, head_dim, seed=3, dtype=BF16)
+    segments = segments_of(case, [(0, 0, 300)])[0]
+    before, out = torch.empty_like(q), torch.empty_like(q)
+    attention.attend(case.layer, q, segments, out=before)
+    for name, clean in (("k", 150), ("v", 128)):
+        plane = case.pool.tensors[name].flatten(0, 1)
+        row = (case.layer * case.pool.pages + int(case.table[0, 0]), 150)
+        kept = plane[row].clone()
+        plane[row] = value
+        attention.attend(case.layer, q, segments, out=out)
+        plane[row] = kept
+        assert torch.equal(out[:clean], before[:clean])
+        assert not out[150:].isfinite().all(-1).any(), name
+
+
+def test_large_scores_and_queries_that_are_not_finite():
+    """One weight of one, and a NaN that reaches no other row."""
     kv_format = KVFormat(name=AUTO, model_dtype=BF16)
     case = build(kv_format, 128, 1, [300], scale=30.0)
     q = noise(300, 2, 128, dtype=BF16) * 30

@@ -174,20 +174,12 @@ class Backend(Protocol):
         """Store `k, v [T, kv_heads, head_dim]` in row `offsets[t]` of HIGH page `pages[t]`."""
         ...
 
-    def prefill_mask(self, max_start: int, dtype: torch.dtype) -> torch.Tensor:
-        """Mask shared by all segments and layers of a step; pass it to `attention_prefill`.
-
-        max_start: largest tile start of the step (absolute position).
-        """
-        ...
-
     def attention_prefill(
         self,
         q: torch.Tensor,
         layer: int,
         kv: KVCache,
         segments: "Sequence[PrefillSegment]",
-        mask: torch.Tensor,
         window: Window,
         *,
         out: torch.Tensor,

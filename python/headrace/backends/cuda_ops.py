@@ -22,8 +22,8 @@ from headrace.backends.cuda.gemm import ELEMENTS, MAX_ROWS, SkinnyGemm
 from headrace.backends.cuda.kv import HEAD_DIMS, MAX_GROUP, KVKernels, LowWindow, QKNorm, Rotary
 from headrace.backends.cuda.loader import require_gpu
 from headrace.backends.cuda.many_rows import ManyRows
-from headrace.backends.cuda.prefill_attention import PrefillAttention
-from headrace.backends.torch_ops import TorchBackend
+from headrace.backends.cuda.prefill_attention import PrefillAttention, Workspace
+from headrace.backends.torch_ops import TileMask, TorchBackend
 from headrace.errors import ConfigError
 from headrace.kv.cache import KVCache
 from headrace.kv.codecs import check_finite
@@ -300,38 +300,26 @@ class CudaBackend:
         """The bytes of the reference codecs."""
         self._kernels(kv).append(layer, pages, offsets, k, v)
 
-    def prefill_mask(self, max_start: int, dtype: torch.dtype) -> torch.Tensor:
-        """Only the exact fp32 path masks by hand."""
-        if dtype == torch.float32:
-            return self._exact.prefill_mask(max_start, dtype)
-        return torch.empty(0, dtype=dtype, device=self.device)
-
     def attention_prefill(
         self,
         q: torch.Tensor,
         layer: int,
         kv: KVCache,
         segments: "Sequence[PrefillSegment]",
-        mask: torch.Tensor,
         window: Window,
         *,
         out: torch.Tensor,
     ) -> None:
-        """All segments in one launch; fp32 exactly, one after the other. Tables: on the device."""
-        kernels = self._kernels(kv)
+        """By 32 segments a launch; fp32 exactly, one after the other."""
         if q.dtype != torch.float32:
             assert self._prefill is not None, "the cache was attached"
             self._prefill.attend(layer, q, segments, out=out, low=_low(window))
             return
+        workspace = Workspace(self._kernels(kv), segments, q.dtype)
         for segment in segments:
-            assert isinstance(segment.table, torch.Tensor), "a table of the device"
             rows = slice(segment.offset, segment.offset + segment.length)
-            keys, values = torch.empty(
-                (2, segment.start + segment.length, kv.kv_heads, q.shape[2]),
-                dtype=q.dtype,
-                device=q.device,
-            ).unbind()
-            kernels.gather(layer, segment.table, 0, k_out=keys, v_out=values, low=_low(window))
+            keys, values = workspace.gather(layer, segment, _low(window))
+            mask = self._exact.tile_mask
             out[rows] = _tiled_attention(q[rows], keys, values, segment.start, mask)
 
     def attention_decode(
@@ -456,7 +444,7 @@ def _low(window: Window) -> LowWindow | None:
 
 
 def _tiled_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, mask: torch.Tensor
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, mask: TileMask
 ) -> torch.Tensor:
     """Exact fp32 attention in tiles of 64 queries at absolute places, as the torch backend has it.
 
@@ -464,16 +452,14 @@ def _tiled_attention(
     """
     tokens, heads, head_dim = q.shape
     end, kv_heads = start + tokens, k.shape[1]
-    max_start = mask.shape[1] - PREFILL_TILE
     queries = q.view(tokens, kv_heads, heads // kv_heads, head_dim) / math.sqrt(head_dim)
     out = torch.empty_like(queries)
     for tile_start in range(start - start % PREFILL_TILE, end, PREFILL_TILE):
         tile_end = min(tile_start + PREFILL_TILE, end)
         first = max(tile_start, start)
         rows = slice(first - start, tile_end - start)
-        columns = slice(max_start - tile_start, max_start - tile_start + tile_end)
         scores = torch.einsum("qhgd,khd->hgqk", queries[rows], k[:tile_end])
-        scores = scores + mask[first - tile_start : tile_end - tile_start, columns]
+        scores = scores + mask.rows(first, tile_end, scores.dtype, last=end - 1)
         out[rows] = torch.einsum("hgqk,khd->qhgd", scores.softmax(-1), v[:tile_end])
     return out.view(tokens, heads, head_dim)
 

@@ -35,6 +35,36 @@ _POINTWISE_GRAIN = 32_768
 _POINTWISE_UNIT = 64
 
 
+class TileMask:
+    """Additive causal masks of tiles of 64 queries; made once, and anew where a prompt is longer.
+
+    Owns `[64, longest + 64]` by dtype: zeros, and a causal triangle in the last 64 columns. The
+    tile at absolute position s uses the columns from `longest - s` on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._masks: dict[torch.dtype, torch.Tensor] = {}
+
+    def rows(self, first: int, end: int, dtype: torch.dtype, *, last: int) -> torch.Tensor:
+        """Mask `[end - first, end]` of queries at these positions, which lie in one tile.
+
+        last: of the positions that will be asked for, so that the mask grows once.
+        """
+        start = first - first % PREFILL_TILE
+        mask = self._masks.get(dtype)
+        if mask is None or mask.shape[1] <= last:
+            mask = self._masks[dtype] = self._made(last - last % PREFILL_TILE, dtype)
+        column = mask.shape[1] - PREFILL_TILE - start
+        return mask[first - start : end - start, column : column + end]
+
+    def _made(self, longest: int, dtype: torch.dtype) -> torch.Tensor:
+        tile = (PREFILL_TILE, PREFILL_TILE)
+        triangle = torch.full(tile, float("-inf"), dtype=dtype, device=self._device).triu_(1)
+        zeros = torch.zeros((PREFILL_TILE, longest), dtype=dtype, device=self._device)
+        return torch.cat((zeros, triangle), 1)
+
+
 class TorchBackend:
     """All operations of `Backend` for one device.
 
@@ -48,6 +78,7 @@ class TorchBackend:
     def __init__(self, device: torch.device | str = "cpu", deterministic: bool = False) -> None:
         self.device = torch.device(device)
         self.deterministic = deterministic
+        self.tile_mask = TileMask(self.device)
 
     def check_model(self, config: "ModelConfig", dtype: torch.dtype) -> None:
         """Refuse dtypes that no model has."""
@@ -192,33 +223,28 @@ class TorchBackend:
             pages, offsets, k, v = pages[live], offsets[live], k[live], v[live]
         kv.append(layer, pages, offsets, k, v)
 
-    def prefill_mask(self, max_start: int, dtype: torch.dtype) -> torch.Tensor:
-        """Additive mask `[64, max_start + 64]`: zeros, and a causal triangle in the last 64.
-
-        A tile that starts at absolute position s uses the columns from `max_start - s` on.
-        """
-        mask = torch.zeros((PREFILL_TILE, max_start + PREFILL_TILE), dtype=dtype)
-        triangle = torch.full((PREFILL_TILE, PREFILL_TILE), float("-inf"), dtype=dtype)
-        mask[:, max_start:] = triangle.triu_(1)
-        return mask.to(self.device)
-
     def attention_prefill(
         self,
         q: torch.Tensor,
         layer: int,
         kv: KVCache,
         segments: "Sequence[PrefillSegment]",
-        mask: torch.Tensor,
         window: Window,
         *,
         out: torch.Tensor,
     ) -> None:
         """One segment after the other."""
         for segment in segments:
-            end = segment.start + segment.length
-            keys, values = kv.view(layer, segment.table, end, window)
             rows = slice(segment.offset, segment.offset + segment.length)
-            _tiled_attention(q[rows], kv, keys, values, segment.start, mask, out=out[rows])
+            # Its KV, decoded or gathered, ends with the call.
+            _tiled_attention(
+                q[rows],
+                kv,
+                *kv.view(layer, segment.table, segment.start + segment.length, window),
+                segment.start,
+                self.tile_mask,
+                out=out[rows],
+            )
 
     def attention_decode(
         self,
@@ -403,7 +429,7 @@ def _tiled_attention(
     keys: torch.Tensor,
     values: torch.Tensor,
     start: int,
-    mask: torch.Tensor,
+    mask: TileMask,
     *,
     out: torch.Tensor,
 ) -> None:
@@ -414,9 +440,7 @@ def _tiled_attention(
     at keys beyond its end. Pages are gathered and codes decoded once for all tiles.
     """
     end = start + q.shape[0]
-    max_start = mask.shape[1] - PREFILL_TILE
     queries = kv.queries(q).transpose(0, 1).unsqueeze(0)  # [1, Hq, n, D]
-    mask = mask.to(queries.dtype)
     for tile_start in range(start - start % PREFILL_TILE, end, PREFILL_TILE):
         tile_end = min(tile_start + PREFILL_TILE, end)
         first = max(tile_start, start)
@@ -426,10 +450,7 @@ def _tiled_attention(
             queries[:, :, rows],
             k.transpose(0, 1).unsqueeze(0),
             v.transpose(0, 1).unsqueeze(0),
-            attn_mask=mask[
-                first - tile_start : tile_end - tile_start,
-                max_start - tile_start : max_start - tile_start + tile_end,
-            ],
+            attn_mask=mask.rows(first, tile_end, queries.dtype, last=end - 1),
             enable_gqa=True,
         )
         out[rows] = kv.outputs(tile[0].transpose(0, 1))

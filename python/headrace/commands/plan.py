@@ -30,7 +30,7 @@ def add(commands: "Commands") -> None:
     parser = commands.add_parser(
         "plan",
         help="what fits in memory",
-        description="Bytes of weights, KV and workspace of one rank; no weights are read.",
+        description="Bytes of weights, KV, states and steps of one rank; no weights are read.",
     )
     parser.add_argument(
         "--model",
@@ -179,7 +179,7 @@ def _print_table(plan: "MemoryPlan") -> None:
         *_page_rows(plan),
         ("state a slot", plan.state_bytes_per_slot),
         ("workspace (estimate)", plan.workspace_bytes),
-        ("GPU steps besides", plan.gpu_step_bytes),
+        ("GPU scratch, allowance", plan.gpu_step_bytes),
         ("total", plan.total_bytes),
         ("budget", plan.budget_bytes),
         ("left", plan.left_bytes),

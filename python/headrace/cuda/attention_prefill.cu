@@ -9,7 +9,9 @@
 //
 // Blocks of keys stand at absolute places and come in order, and a block of which a query sees
 // nothing leaves it as it was: the bits of a row depend on its own request up to itself, and not on
-// cuts, tiles or neighbours. Compile for sm_90a.
+// cuts, tiles or neighbours. (Values that are not finite reach the rows before them of their tile and
+// block: a weight of zero does not hide them. With 64 keys no such row has a complete prefix page of
+// 64 tokens without them.) Compile for sm_90a.
 #include "async_copy.cuh"
 #include "barrier.cuh"
 #include "kv_common.cuh"
@@ -19,10 +21,11 @@ constexpr int QUERIES = 64;  // of a tile
 constexpr int MAX_SEGMENTS = 32;
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
-// Tokens start..start+tokens-1 of a request; queries and results are rows row..row+tokens-1.
+// Tokens start..start+tokens-1 of a request; queries and results are rows row..row+tokens-1. first_unit:
+// how many units the segments before it have.
 struct Segment {
     const u32* table;
-    int max_pages, start, tokens, row;
+    int max_pages, start, tokens, row, first_unit, padding;
 };
 struct Segments {
     Segment of[MAX_SEGMENTS];
@@ -37,6 +40,8 @@ struct Shape {
     static constexpr int FIT = (LIMIT - CONSUMERS * Q_BYTES) / TILE_BYTES;
     static constexpr int RING = FIT < 8 ? FIT : 8;
     static constexpr int AHEAD = RING > 4 ? 3 : 2;  // tiles on their way while one is handed over
+    // A worker holds values while it waits for the next keys.
+    static_assert(RING >= AHEAD + 2, "what is waited for is handed over");
     static constexpr int BYTES = RING * TILE_BYTES + CONSUMERS * Q_BYTES + 2048;
     // Of a thread: what is right for the tiles, the rest of 64 Ki for copying. Multiples of 8.
     static constexpr int PRODUCT_REGISTERS = CONSUMERS == 3 ? 152 : (D == 256 ? 224 : 208);
@@ -133,20 +138,24 @@ struct Source {
     const u32* k0;
 };
 
-// The number of a unit is ((rank * segments) + segment) * kv_heads + kv_head; the longest of a
-// segment has rank 0. There are numbers without a unit, of the shorter segments.
+// The number of a unit is index * kv_heads + kv_head; those of a segment come longest first.
 template <int CONSUMERS>
 struct Unit {
-    int segment, kv_head, first_item, items;
+    int segment = 0, kv_head, first_item, items;
 
     DEVICE Unit(const Segments& segments, int number) {
         kv_head = number % segments.kv_heads;
-        segment = number / segments.kv_heads % segments.count;
-        const int rank = number / segments.kv_heads / segments.count;
-        items = (segments.of[segment].tokens + QUERIES - 1) / QUERIES * segments.group;
-        first_item = ((items + CONSUMERS - 1) / CONSUMERS - 1 - rank) * CONSUMERS;
+        const int index = number / segments.kv_heads;
+#pragma unroll
+        for (int step = MAX_SEGMENTS / 2; step > 0; step /= 2) {
+            const int next = segment + step;
+            if (next < segments.count && segments.of[next].first_unit <= index) segment = next;
+        }
+        const Segment& own = segments.of[segment];
+        items = (own.tokens + QUERIES - 1) / QUERIES * segments.group;
+        const int units = (items + CONSUMERS - 1) / CONSUMERS;
+        first_item = (units - 1 - (index - own.first_unit)) * CONSUMERS;
     }
-    DEVICE bool exists() const { return first_item >= 0; }
 };
 
 // Blocks of keys that the tile of an item sees.
@@ -155,18 +164,14 @@ DEVICE int blocks_of(const Segment& segment, int tile) {
     return (segment.start + min(tile * QUERIES + QUERIES, segment.tokens) - 1) / KEYS + 1;
 }
 
-// The next unit of whoever asks, -1 if there is none. drawn: 0 between launches, as the last of the
-// `numbers` draws of a launch (each CTA draws until there is no more, but starts with its own number)
-// sets it back.
-template <int CONSUMERS>
-DEVICE int draw(const Segments& segments, u32* drawn, int numbers) {
-    while (true) {
-        const int turn = int(atomicAdd(drawn, 1u));
-        if (turn == numbers - 1) atomicExch(drawn, 0u);
-        const int number = int(gridDim.x) + turn;
-        if (number >= numbers) return -1;
-        if (Unit<CONSUMERS>(segments, number).exists()) return number;
-    }
+// The next unit of whoever asks, -1 if there is none. drawn: 0 between launches: a CTA starts with its
+// own number and draws until there is no more, so that a launch makes `numbers` draws, the last of
+// which sets it back.
+DEVICE int draw(u32* drawn, int numbers) {
+    const int turn = int(atomicAdd(drawn, 1u));
+    if (turn == numbers - 1) atomicExch(drawn, 0u);
+    const int number = int(gridDim.x) + turn;
+    return number < numbers ? number : -1;
 }
 
 // The unit at a place, by a warp that has waited for it; -1 is the end.
@@ -235,8 +240,6 @@ DEVICE void copy_all(const Memory<D, KEYS, CONSUMERS> memory, const Segments& se
     int queries_phase = 1;
     int next = int(blockIdx.x);
     const bool draws = threadIdx.x % 128 == 0;
-    if (draws && !Unit<CONSUMERS>(segments, next).exists())
-        next = draw<CONSUMERS>(segments, drawn, numbers);
     while (true) {
         if (draws) {
             barrier_wait(memory.unit_empty(unit_to.slot), unit_to.phase);
@@ -293,7 +296,7 @@ DEVICE void copy_all(const Memory<D, KEYS, CONSUMERS> memory, const Segments& se
             }
             queries_phase ^= 1;
         }
-        if (draws) next = draw<CONSUMERS>(segments, drawn, numbers);
+        if (draws) next = draw(drawn, numbers);
     }
     copies.flush();
 }
@@ -356,7 +359,7 @@ DEVICE void attend(const Memory<D, KEYS, CONSUMERS> memory,
             factor[half] = exp2_of((top[half] - largest) * scale);
             top[half] = largest;
             base[half] = largest * scale;
-            total[half] *= factor[half];
+            total[half] = __fmul_rn(total[half], factor[half]);
         }
         u32 weights[KEYS / 16][4];
 #pragma unroll
@@ -364,7 +367,7 @@ DEVICE void attend(const Memory<D, KEYS, CONSUMERS> memory,
             const int half = i / 2 % 2;
             const float low = exp2_of(fmaf(scores[i], scale, -base[half]));
             const float high = exp2_of(fmaf(scores[i + 1], scale, -base[half]));
-            total[half] += low + high;
+            total[half] = __fadd_rn(total[half], __fadd_rn(low, high));
             weights[i / 8][i / 2 % 4] = pack<DT>(low, high);
         }
         // A factor of one changes nothing, and is the rule once the largest score has been seen.

@@ -67,8 +67,7 @@ class Attention:
             out[:rows] = self._backend.attention_decode(
                 q[:rows], self._kv_layer, kv, batch.tables, batch.decode_lengths, batch.window
             )
-        assert step.mask is not None, "made whenever there are segments"
         self._backend.attention_prefill(
-            q, self._kv_layer, kv, batch.segments, step.mask, batch.window, out=out
+            q, self._kv_layer, kv, batch.segments, batch.window, out=out
         )
         return out

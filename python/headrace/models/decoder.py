@@ -7,7 +7,7 @@ of a layer and in the norm.
 
 import torch
 
-from headrace.backends.base import PREFILL_TILE, Backend
+from headrace.backends.base import Backend
 from headrace.errors import ConfigError
 from headrace.kv.cache import KVCache
 from headrace.kv.state import StatePool
@@ -125,11 +125,7 @@ class DecoderModel:
         """
         if self.config.linear is not None and state is None:
             raise ConfigError("a hybrid model needs a StatePool beside its KV cache")
-        mask = None
-        if batch.segments:
-            last = max(segment.start + segment.length - 1 for segment in batch.segments)
-            mask = self.backend.prefill_mask(last - last % PREFILL_TILE, self.dtype)
-        step = Step(batch, kv, state, self.backend.rotary(self._rope, batch.positions), mask)
+        step = Step(batch, kv, state, self.backend.rotary(self._rope, batch.positions))
         x = self.backend.embed(batch.token_ids, self._embedding, batch.feed)  # [T, hidden]
         for index, layer in enumerate(self._layers):
             if gates is not None:

@@ -34,4 +34,3 @@ class Step:
     kv: KVCache
     state: StatePool | None  # None for a dense model
     rotary: tuple[torch.Tensor, torch.Tensor]  # as the backend wants it
-    mask: torch.Tensor | None  # None without prefill segments

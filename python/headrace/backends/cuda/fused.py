@@ -34,12 +34,12 @@ def rms_norm(
     """Norm of `x [rows, width]`: cast to its dtype, then times `weight [width]`.
 
     With an addend of the same shape, `x + addend` is stored in `total` (x itself if None) and
-    normed. Rows may be strided.
+    normed. Rows may be strided. The weight is read before what is ahead on the stream has ended.
 
     Raises
     ------
     ConfigError
-        A dtype, or a width or stride that is no multiple of 16 bytes.
+        A dtype, a width, stride or address that is no multiple of 16 bytes, a strided weight.
     """
     return _norm("rms_norm", x.dtype, x, weight, eps, addend, total, out)
 
@@ -168,9 +168,13 @@ def _norm(
     rows, width = x.shape
     if total is None:
         total = x
-    vector = _check(name, width, x, total, *(() if addend is None else (addend,)))
-    if weight.shape != (width,) or weight.dtype != weight_dtype:
-        raise ConfigError(f"{name}: weight is {weight.dtype} {list(weight.shape)}, width {width}")
+    vector = _check(name, width, x, total, *(t for t in (addend, out) if t is not None))
+    packed = weight.stride() == (1,) and weight.data_ptr() % _VECTOR_BYTES == 0
+    if weight.shape != (width,) or weight.dtype != weight_dtype or not packed:
+        raise ConfigError(
+            f"{name}: weight is {weight.dtype} {list(weight.shape)}, strides {weight.stride()}; "
+            f"accepted is a packed {weight_dtype} [{width}] at a multiple of {_VECTOR_BYTES} bytes"
+        )
     # As many threads as there are vectors, so that the order depends on the width alone.
     threads = min(1024, -(-width // (vector * 32)) * 32)
     if width > threads * vector * _NORM_PASSES:

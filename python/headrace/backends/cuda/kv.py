@@ -177,7 +177,8 @@ class KVKernels:
         self._kv_heads = layout.kv_heads
         self._dtype = layout.kv_format.model_dtype
         self._rotated = int(layout.kv_format.rotated)
-        self._planes = tuple(
+        # Addresses of codes and scales of K, then of V; 0 for none.
+        self.planes = tuple(
             pool.tensors[name].data_ptr() if name in pool.tensors else 0
             for name in ("k", "k_scale", "v", "v_scale")
         )
@@ -290,7 +291,7 @@ class KVKernels:
                 layer * self.pool.pages,
                 self.pool.pages,
                 self.pool.page_tokens,
-                *self._planes,
+                *self.planes,
                 self._rotated,
             ),
         )
@@ -324,7 +325,7 @@ class KVKernels:
             (
                 *self._rows("q", q),
                 _DTYPE_CODES[q.dtype],
-                *self._planes,
+                *self.planes,
                 *self.pages(layer, table, low),
                 lengths.data_ptr(),
                 rows,
@@ -395,7 +396,7 @@ class KVKernels:
                 first,
                 tokens,
                 self._kv_heads,
-                *self._planes,
+                *self.planes,
                 k_out.data_ptr(),
                 v_out.data_ptr(),
                 k_out.stride(0),

@@ -2,7 +2,7 @@
 
 What is allocated by size is counted: scratch of decode attention, arrays and logits of the widest
 graph, the KV of the longest prompt if it is not read in place, the tensors of a linear mixer. What
-a library or the driver takes for itself is not in it. No state.
+libraries and the driver take for themselves gets an allowance. No state.
 """
 
 from headrace._core import decode_width
@@ -13,6 +13,8 @@ from headrace.kv.formats import KVFormat
 from headrace.models.config import ModelConfig
 
 _FLOAT32 = 4
+# Workspaces of libraries, kernels, graphs and what the driver has for them: an allowance.
+RESERVE_BYTES = 1 << 30
 
 
 def step_bytes(
@@ -29,13 +31,14 @@ def step_bytes(
     rows, tokens = decode_width(slots), max_batch_tokens + slots
     group = config.num_heads // config.num_kv_heads
     attention = scratch_bytes(rows, config.num_kv_heads, group, config.head_dim, max_context)
-    # K and V of a whole request, as prefill attention reads them.
+    # K and V of a whole request at a time, where prefill attention does not read the pool.
     row = 2 * config.num_kv_heads * config.head_dim * itemsize
     gathered = 0 if reads_pool(kv_format) else max_context * row
     table_pages = -(-max_context // page_tokens)
     arrays = StepShape(tokens=rows, decode_rows=rows, table_pages=table_pages).nbytes
     logits = rows * config.vocab_size * _FLOAT32
-    return attention + gathered + arrays + logits + tokens * _mixer_bytes(config, itemsize)
+    mixer = tokens * _mixer_bytes(config, itemsize)
+    return RESERVE_BYTES + attention + gathered + arrays + logits + mixer
 
 
 def _mixer_bytes(config: ModelConfig, itemsize: int) -> int:

@@ -1,7 +1,7 @@
-"""Attention of prompts: one launch for all segments of a step, over the pool or a workspace.
+"""Attention of prompts, over the pool or a workspace.
 
-KV in the model's own dtype is read where it lies. Codes are decoded into a workspace first, the
-whole request at a time. No locks: calls are made by whoever runs the step.
+KV in the model's own dtype is read where it lies, by up to 32 segments a launch. Codes are decoded
+into a workspace first, one segment at a time. No locks: calls are made by whoever runs the step.
 """
 
 import functools
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 _DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16"}
 _QUERIES = 64  # of a tile
 _MAX_SEGMENTS = 32  # of a launch
-_SEGMENT = struct.Struct("<Qiiii")
+_SEGMENT = struct.Struct("<Qiiiiixxxx")
 _SIZES = struct.Struct("<iiixxxx")
 _ALIGNMENT = 16  # of a row of queries or results, in bytes
-# Keys of a block, which fix the bits, and tiles of a unit, which do not: by head_dim. Larger units
-# read less, and are for steps that have at least so many of them for a multiprocessor.
-_KEYS = {64: 128, 128: 64, 256: 64}
-_TILES = {64: (2,), 128: (2, 3), 256: (2,)}
+_KEYS = 64  # of a block, which fix the bits
+# Tiles of a unit, which do not, by head_dim. Larger units read less, and are for steps that have at
+# least so many of them for a multiprocessor.
+_TILES = {64: (2, 3), 128: (2, 3), 256: (2,)}
 _UNITS_EACH = 2
 
 
 def _variant(dtype: torch.dtype, head_dim: int, tiles: int) -> Variant:
-    shape = f"{head_dim}, {_KEYS[head_dim]}, {tiles}"
+    shape = f"{head_dim}, {_KEYS}, {tiles}"
     return Variant(
         file="attention_prefill.cu",
         names=(
@@ -62,10 +62,31 @@ def reads_pool(kv_format: KVFormat) -> bool:
     return kv_format.name == AUTO and kv_format.model_dtype in _DTYPES
 
 
+class Workspace:
+    """K and V of one segment at a time, decoded: room for the longest of some segments."""
+
+    def __init__(
+        self, kernels: KVKernels, segments: "Sequence[PrefillSegment]", dtype: torch.dtype
+    ) -> None:
+        layout = kernels.pool.layout
+        longest = max(segment.start + segment.length for segment in segments)
+        shape = (2, longest, layout.kv_heads, layout.head_dim)
+        self._memory = torch.empty(shape, dtype=dtype, device=kernels.pool.device)
+        self._kernels = kernels
+
+    def gather(
+        self, layer: int, segment: "PrefillSegment", low: LowWindow | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V `[end, kv_heads, head_dim]` of all tokens; the next call writes there again."""
+        keys, values = self._memory[:, : segment.start + segment.length].unbind()
+        self._kernels.gather(layer, _table(segment), 0, k_out=keys, v_out=values, low=low)
+        return keys, values
+
+
 class PrefillAttention:
     """Attention of new tokens of one or more requests over their own KV, causal.
 
-    Accepts queries in bf16 or fp16 over a pool of any format. Serves one stream at a time: the
+    For models in bf16 or fp16, over a pool of any format. Serves one stream at a time: the
     count of drawn units is zero between launches.
     """
 
@@ -74,7 +95,12 @@ class PrefillAttention:
         layout = kernels.pool.layout
         self._kv_heads, self._head_dim = layout.kv_heads, layout.head_dim
         self._scale = np.float32(math.log2(math.e) / math.sqrt(layout.head_dim))
+        self._dtype = layout.kv_format.model_dtype
         self._direct = reads_pool(layout.kv_format)
+        self._by_tiles = {
+            tiles: _kernel(self._dtype, layout.head_dim, tiles, torch.cuda.current_device())
+            for tiles in _TILES[layout.head_dim]
+        }
         device = kernels.pool.device
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._drawn = torch.zeros(1, dtype=torch.int32, device=device)
@@ -101,49 +127,52 @@ class PrefillAttention:
         ConfigError
             A dtype or strides that the kernel cannot read.
         """
-        rows = (*_rows("q", q), *_rows("out", out))
+        rows = (*self._rows("q", q), *self._rows("out", out))
         if self._direct:
-            pool = self._kernels.pool
-            planes = tuple(pool.tensors[name].data_ptr() for name in ("k", "v"))
+            planes = self._kernels.planes[::2]  # without scales
             tables = [_table(segment) for segment in segments]
             longest = max(tables, key=len)
             pages = self._kernels.pages(layer, longest.unsqueeze(0), low)[2:]
-            self._launch(q.dtype, list(zip(segments, tables, strict=True)), pages, planes, rows)
+            self._launch(list(zip(segments, tables, strict=True)), pages, planes, rows)
             return
+        workspace = Workspace(self._kernels, segments, q.dtype)
         for segment in segments:
-            end = segment.start + segment.length
-            keys, values = torch.empty(
-                (2, end, self._kv_heads, self._head_dim), dtype=q.dtype, device=q.device
-            ).unbind()
-            self._kernels.gather(layer, _table(segment), 0, k_out=keys, v_out=values, low=low)
+            keys, values = workspace.gather(layer, segment, low)
+            page = (keys.shape[0], 0, 0, 1, 0)
             planes = (keys.data_ptr(), values.data_ptr())
-            self._launch(q.dtype, [(segment, self._first_page[0])], (end, 0, 0, 1, 0), planes, rows)
+            self._launch([(segment, self._first_page[0])], page, planes, rows)
 
     def _launch(
         self,
-        dtype: torch.dtype,
         segments: "Sequence[tuple[PrefillSegment, torch.Tensor]]",
         pages: tuple[int, ...],
         planes: tuple[int, ...],
         rows: tuple[int, ...],
     ) -> None:
         group = self._kernels.group
-        remaining = iter(segments)
+        # The longest first, so that the last units of a launch are short.
+        remaining = iter(sorted(segments, key=lambda entry: -entry[0].start - entry[0].length))
         while chosen := list(islice(remaining, _MAX_SEGMENTS)):
-            longest = max(segment.length for segment, _ in chosen)
-            tiles, numbers = self._units(-(-longest // _QUERIES) * group, len(chosen))
-            kernel = _kernel(dtype, self._head_dim, tiles, torch.cuda.current_device())
-            packed = b"".join(
-                _SEGMENT.pack(
-                    table.data_ptr(), table.shape[0], segment.start, segment.length, segment.offset
+            items = [-(-segment.length // _QUERIES) * group for segment, _ in chosen]
+            tiles = self._tiles(items)
+            packed, units = b"", 0
+            for (segment, table), count in zip(chosen, items, strict=True):
+                packed += _SEGMENT.pack(
+                    table.data_ptr(),
+                    table.shape[0],
+                    segment.start,
+                    segment.length,
+                    segment.offset,
+                    units,
                 )
-                for segment, table in chosen
-            ).ljust(_MAX_SEGMENTS * _SEGMENT.size, b"\0")
-            kernel.launch(
+                units += -(-count // tiles)
+            numbers = units * self._kv_heads
+            self._by_tiles[tiles].launch(
                 (min(numbers, self._processors),),
                 128 * (tiles + 1),
                 (
-                    packed + _SIZES.pack(len(chosen), self._kv_heads, group),
+                    packed.ljust(_MAX_SEGMENTS * _SEGMENT.size, b"\0")
+                    + _SIZES.pack(len(chosen), self._kv_heads, group),
                     *pages,
                     *planes,
                     *rows,
@@ -153,32 +182,33 @@ class PrefillAttention:
                 ),
             )
 
-    def _units(self, items: int, segments: int) -> tuple[int, int]:
-        """Tiles of a unit, and numbers of units, for so many items in the longest segment."""
-        small, *larger = _TILES[self._head_dim]
-        numbers = {
-            tiles: -(-items // tiles) * self._kv_heads * segments for tiles in (small, *larger)
-        }
-        enough = [n for n in larger if numbers[n] >= _UNITS_EACH * self._processors]
-        tiles = max(enough, default=small)
-        return tiles, numbers[tiles]
+    def _tiles(self, items: Sequence[int]) -> int:
+        """Tiles of a unit for segments with so many items."""
+        small, *larger = self._by_tiles
+        enough = _UNITS_EACH * self._processors
+        fitting = [
+            tiles
+            for tiles in larger
+            if self._kv_heads * sum(-(-count // tiles) for count in items) >= enough
+        ]
+        return max(fitting, default=small)
+
+    def _rows(self, name: str, x: torch.Tensor) -> tuple[int, int, int]:
+        """Address and strides of `x [T, heads, head_dim]`."""
+        strides = (x.stride(0), x.stride(1))
+        aligned = not any(n * x.element_size() % _ALIGNMENT for n in strides)
+        if x.dtype != self._dtype or x.stride(2) != 1 or not aligned or x.data_ptr() % _ALIGNMENT:
+            raise ConfigError(
+                f"prefill attention: {name} is {x.dtype}, strides {x.stride()}; accepted is "
+                f"{self._dtype} with rows aligned to {_ALIGNMENT} bytes"
+            )
+        return x.data_ptr(), *strides
 
 
 def _table(segment: "PrefillSegment") -> torch.Tensor:
     assert isinstance(segment.table, torch.Tensor), "a table of the device"
+    assert segment.table.dtype == torch.int32, "a block table is int32"
     return segment.table
-
-
-def _rows(name: str, x: torch.Tensor) -> tuple[int, int, int]:
-    """Address and strides of `x [T, heads, head_dim]`."""
-    strides = (x.stride(0), x.stride(1))
-    aligned = not any(n * x.element_size() % _ALIGNMENT for n in strides)
-    if x.dtype not in _DTYPES or x.stride(2) != 1 or not aligned or x.data_ptr() % _ALIGNMENT:
-        raise ConfigError(
-            f"prefill attention: {name} is {x.dtype}, strides {x.stride()}; accepted are bf16 and "
-            f"fp16 with rows aligned to {_ALIGNMENT} bytes"
-        )
-    return x.data_ptr(), *strides
 
 
 @functools.cache
