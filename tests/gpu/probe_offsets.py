@@ -80,6 +80,9 @@ def probe(kv_format, head_dim, kv_heads, seed):
         KVKernels(pool, query_heads=kv_heads, max_rows=ROWS, max_context=CONTEXT)
         for pool in (near, far)
     )
+    attentions = ()
+    if reads_pool(kv_format):
+        attentions = (PrefillAttention(on_near), PrefillAttention(on_far))
     k, v = (noise(1, kv_heads, head_dim, seed=seed + i).to(kv_format.model_dtype) for i in (0, 1))
     zero = torch.zeros(1, dtype=torch.int64, device=DEVICE)
 
@@ -133,16 +136,16 @@ def probe(kv_format, head_dim, kv_heads, seed):
     assert torch.equal(outs[0], outs[1])
 
     # The last tokens of a prompt, over the same pages; and all tokens of a page at once.
-    if reads_pool(kv_format):
+    if attentions:
         q = noise(PROMPT, kv_heads, head_dim, seed=seed + 1).to(kv_format.model_dtype)
         outs = []
-        for kernels, entry, where in ((on_near, 0, 0), (on_far, page, layer)):
+        for attention, entry, where in zip(attentions, (0, page), (0, layer), strict=True):
             table = torch.full((CONTEXT // SMALL_PAGE,), entry, dtype=torch.int32, device=DEVICE)
             segment = PrefillSegment(
                 table=table, state_slot=0, start=CONTEXT - PROMPT, length=PROMPT, offset=0
             )
             out = torch.full_like(q, torch.nan)
-            PrefillAttention(kernels).attend(where, q, [segment], out=out)
+            attention.attend(where, q, [segment], out=out)
             outs.append(out)
         assert outs[0].isfinite().all()
         assert torch.equal(outs[0], outs[1])
