@@ -17,7 +17,9 @@
 #include "kv_common.cuh"
 #include "wgmma.cuh"
 
-constexpr int QUERIES = 64;  // of a tile
+constexpr int PANEL = 64 * 128;  // bytes of 64 values of 64 rows
+constexpr int QUERIES = 64;      // of a tile
+constexpr int KEYS = 64;         // of a block
 constexpr int MAX_SEGMENTS = 32;
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
@@ -32,7 +34,7 @@ struct Segments {
     int count, kv_heads, group;
 };
 
-template <int D, int KEYS, int CONSUMERS>
+template <int D, int CONSUMERS>
 struct Shape {
     static constexpr int TILE_BYTES = KEYS * D * 2;
     static constexpr int Q_BYTES = QUERIES * D * 2;  // of a warpgroup
@@ -70,9 +72,9 @@ DEVICE u32 pack(float low, float high) {
 
 // Shared memory, by the place of each barrier. Of what a full barrier stands for, all warps that read
 // it arrive at the empty one.
-template <int D, int KEYS, int CONSUMERS>
+template <int D, int CONSUMERS>
 struct Memory {
-    using S = Shape<D, KEYS, CONSUMERS>;
+    using S = Shape<D, CONSUMERS>;
     static constexpr int UNITS = 2;  // drawn, and not yet seen by all
     static constexpr int BARRIERS = 2 * (S::RING + CONSUMERS + UNITS);
     static_assert(8 * BARRIERS + 4 * UNITS + 1024 <= 2048, "what Shape leaves for it");
@@ -159,7 +161,6 @@ struct Unit {
 };
 
 // Blocks of keys that the tile of an item sees.
-template <int KEYS>
 DEVICE int blocks_of(const Segment& segment, int tile) {
     return (segment.start + min(tile * QUERIES + QUERIES, segment.tokens) - 1) / KEYS + 1;
 }
@@ -212,13 +213,13 @@ struct Copies {
     }
 };
 
-// Sixteen rows by a warp, to rows `row...` of panels of ROWS rows; zeros for all but `live` of them.
-template <int D, int ROWS>
+// Sixteen rows by a warp, to rows `row...` of panels; zeros for all but `live` of them.
+template <int D>
 DEVICE void copy_run(u32 target, int row, const u8* source, i64 row_bytes, int live) {
     constexpr int CHUNKS = D / 8;      // of a row
     constexpr int STEP = 32 / CHUNKS;  // rows of one copy
     const int lane = threadIdx.x % 32, chunk = lane % CHUNKS, sub = lane / CHUNKS;
-    target += chunk / 8 * ROWS * 128 + (row + sub) * 128;
+    target += chunk / 8 * PANEL + (row + sub) * 128;
     source += sub * row_bytes + chunk * 16;
 #pragma unroll 4
     for (int r = 0; r < 16; r += STEP) {
@@ -227,16 +228,15 @@ DEVICE void copy_run(u32 target, int row, const u8* source, i64 row_bytes, int l
     }
 }
 
-template <int D, int KEYS, int CONSUMERS>
-DEVICE void copy_all(const Memory<D, KEYS, CONSUMERS> memory, const Segments& segments,
+template <int D, int CONSUMERS>
+DEVICE void copy_all(const Memory<D, CONSUMERS> memory, const Segments& segments,
                      const Source& source, u32* drawn, int numbers) {
-    using S = Shape<D, KEYS, CONSUMERS>;
-    constexpr int RUNS = KEYS / 64;  // of 16 tokens, which lie in one page; of a warp
+    using S = Shape<D, CONSUMERS>;
     const int warp = threadIdx.x / 32 % 4;
     const i64 row_bytes = i64(segments.kv_heads) * D * 2;
     Copies<S::AHEAD> copies;
     Place<S::RING> to(1);
-    Place<Memory<D, KEYS, CONSUMERS>::UNITS> unit_to(1);
+    Place<Memory<D, CONSUMERS>::UNITS> unit_to(1);
     int queries_phase = 1;
     int next = int(blockIdx.x);
     const bool draws = threadIdx.x % 128 == 0;
@@ -257,25 +257,18 @@ DEVICE void copy_all(const Memory<D, KEYS, CONSUMERS> memory, const Segments& se
                                      source.layer, source.pool_pages, source.window, source.k0);
         const int end = segment.start + segment.tokens;
         const int last = min(unit.first_item + CONSUMERS, unit.items) - 1;
-        const int tiles = 2 * blocks_of<KEYS>(segment, last / segments.group);
-        i64 from[RUNS];
+        const int tiles = 2 * blocks_of(segment, last / segments.group);
+        i64 from = 0;
         for (int tile = 0; tile < tiles; ++tile) {
-            const int first = tile / 2 * KEYS + warp * 16 * RUNS;
+            // Of a warp: 16 tokens, which lie in one page.
+            const int token = tile / 2 * KEYS + warp * 16;
             if (tile % 2 == 0) {
-#pragma unroll
-                for (int run = 0; run < RUNS; ++run) {
-                    const int token = first + run * 16;
-                    const i64 at = token < end ? pages.flat_token(pages.entry(0, token), token) : 0;
-                    from[run] = at * row_bytes + unit.kv_head * D * 2;
-                }
+                const i64 at = token < end ? pages.flat_token(pages.entry(0, token), token) : 0;
+                from = at * row_bytes + unit.kv_head * D * 2;
             }
             barrier_wait(memory.empty(to.slot), to.phase);
-#pragma unroll
-            for (int run = 0; run < RUNS; ++run) {
-                copy_run<D, KEYS>(memory.tile(to.slot), (warp * RUNS + run) * 16,
-                                  (tile % 2 ? source.v : source.k) + from[run], row_bytes,
-                                  end - first - run * 16);
-            }
+            copy_run<D>(memory.tile(to.slot), warp * 16, (tile % 2 ? source.v : source.k) + from,
+                        row_bytes, end - token);
             copies.commit(memory.full(to.slot));
             to.advance();
             if (tile > 0) continue;
@@ -289,9 +282,8 @@ DEVICE void copy_all(const Memory<D, KEYS, CONSUMERS> memory, const Segments& se
                 const int head = unit.kv_head * segments.group + item % segments.group;
                 const u16* q = source.q + i64(segment.row + query) * source.q_token +
                                i64(head) * source.q_head;
-                copy_run<D, QUERIES>(memory.queries(worker), warp * 16,
-                                     reinterpret_cast<const u8*>(q), source.q_token * 2,
-                                     segment.tokens - query);
+                copy_run<D>(memory.queries(worker), warp * 16, reinterpret_cast<const u8*>(q),
+                            source.q_token * 2, segment.tokens - query);
                 copies.commit(memory.queries_full(worker));
             }
             queries_phase ^= 1;
@@ -302,9 +294,9 @@ DEVICE void copy_all(const Memory<D, KEYS, CONSUMERS> memory, const Segments& se
 }
 
 // One head of 64 queries. rows of them exist; position: of the first. Takes 2 * blocks tiles.
-template <int DT, int D, int KEYS, int CONSUMERS>
-DEVICE void attend(const Memory<D, KEYS, CONSUMERS> memory,
-                   Place<Shape<D, KEYS, CONSUMERS>::RING>& from, int worker, u16* out,
+template <int DT, int D, int CONSUMERS>
+DEVICE void attend(const Memory<D, CONSUMERS> memory,
+                   Place<Shape<D, CONSUMERS>::RING>& from, int worker, u16* out,
                    i64 out_token, int rows, int position, int blocks, float scale) {
     constexpr int WIDTH = D < 128 ? D : 128;  // channels of a product
     constexpr int PARTS = D / WIDTH;
@@ -327,8 +319,8 @@ DEVICE void attend(const Memory<D, KEYS, CONSUMERS> memory,
 #pragma unroll
         for (int k = 0; k < D / 16; ++k) {
             const u32 panel = k / 4, inside = k % 4 * 32;
-            Wgmma<DT, KEYS>::rows(scores, operand(queries + panel * QUERIES * 128 + inside, 16),
-                                  operand(keys + panel * KEYS * 128 + inside, 16), k > 0);
+            Wgmma<DT>::rows(scores, operand(queries + panel * PANEL + inside, 16),
+                            operand(keys + panel * PANEL + inside, 16), k > 0);
         }
         products_commit();
     };
@@ -382,9 +374,9 @@ DEVICE void attend(const Memory<D, KEYS, CONSUMERS> memory,
         for (int k = 0; k < KEYS / 16; ++k) {
 #pragma unroll
             for (int part = 0; part < PARTS; ++part)
-                Wgmma<DT, WIDTH>::values(
+                Wgmma<DT>::values(
                     sums[part], weights[k],
-                    operand(values + part * 2 * KEYS * 128 + k * 2048, KEYS * 128));
+                    operand(values + part * 2 * PANEL + k * 2048, PANEL));
         }
         products_commit();
         if (block + 1 < blocks) {
@@ -419,27 +411,27 @@ DEVICE void attend(const Memory<D, KEYS, CONSUMERS> memory,
 
 // q, out: 16-bit values, strides in elements, rows at multiples of 16 bytes. k, v: planes
 // [pages, page_tokens, kv_heads, D]. scale: of a score, times log2(e). numbers: of units.
-template <int DT, int D, int KEYS, int CONSUMERS>
+template <int DT, int D, int CONSUMERS>
 __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
     attention_prefill(const __grid_constant__ Segments segments, int page_tokens, u32 layer,
                       u32 pool_pages, u32 window, const u32* k0, const u8* k, const u8* v,
                       const u16* q, i64 q_token, i64 q_head, u16* out, i64 out_token, i64 out_head,
                       float scale, u32* drawn, int numbers) {
-    using S = Shape<D, KEYS, CONSUMERS>;
+    using S = Shape<D, CONSUMERS>;
     extern __shared__ u8 bytes[];
-    const Memory<D, KEYS, CONSUMERS> memory{(shared_address(bytes) + 1023) & ~1023u};
+    const Memory<D, CONSUMERS> memory{(shared_address(bytes) + 1023) & ~1023u};
     if (threadIdx.x == 0) memory.init();
     __syncthreads();
     const int worker = int(threadIdx.x / 128) - 1;
     if (worker < 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::COPY_REGISTERS));
         const Source source{q, q_token, q_head, k, v, page_tokens, layer, pool_pages, window, k0};
-        copy_all<D, KEYS, CONSUMERS>(memory, segments, source, drawn, numbers);
+        copy_all<D, CONSUMERS>(memory, segments, source, drawn, numbers);
         return;
     }
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::PRODUCT_REGISTERS));
     Place<S::RING> from(0);
-    Place<Memory<D, KEYS, CONSUMERS>::UNITS> unit_from(0);
+    Place<Memory<D, CONSUMERS>::UNITS> unit_from(0);
     int queries_phase = 0;
     while (true) {
         barrier_wait(memory.unit_full(unit_from.slot), unit_from.phase);
@@ -448,7 +440,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         const Unit<CONSUMERS> unit(segments, number);
         const Segment& segment = segments.of[unit.segment];
         const int last = min(unit.first_item + CONSUMERS, unit.items) - 1;
-        const int blocks = blocks_of<KEYS>(segment, last / segments.group);
+        const int blocks = blocks_of(segment, last / segments.group);
         barrier_wait(memory.queries_full(worker), queries_phase);
         queries_phase ^= 1;
         const int item = unit.first_item + worker;
@@ -456,8 +448,8 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         if (item <= last) {
             const int tile = item / segments.group, first = tile * QUERIES;
             const int head = unit.kv_head * segments.group + item % segments.group;
-            read = blocks_of<KEYS>(segment, tile);
-            attend<DT, D, KEYS, CONSUMERS>(
+            read = blocks_of(segment, tile);
+            attend<DT, D, CONSUMERS>(
                 memory, from, worker,
                 out + i64(segment.row + first) * out_token + i64(head) * out_head, out_token,
                 segment.tokens - first, segment.start + first, read, scale);
@@ -474,7 +466,7 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
 }
 
 // Bytes of shared memory of a launch.
-template <int D, int KEYS, int CONSUMERS>
+template <int D, int CONSUMERS>
 __global__ void attention_prefill_limits(int* told) {
-    *told = Shape<D, KEYS, CONSUMERS>::BYTES;
+    *told = Shape<D, CONSUMERS>::BYTES;
 }

@@ -30,15 +30,14 @@ _MAX_SEGMENTS = 32  # of a launch
 _SEGMENT = struct.Struct("<Qiiiiixxxx")
 _SIZES = struct.Struct("<iiixxxx")
 _ALIGNMENT = 16  # of a row of queries or results, in bytes
-_KEYS = 64  # of a block, which fix the bits
-# Tiles of a unit, which do not, by head_dim. Larger units read less, and are for steps that have at
-# least so many of them for a multiprocessor.
+# Tiles of a unit, which no bit depends on, by head_dim. Larger units read less, and are for steps
+# that have at least so many of them for a multiprocessor.
 _TILES = {64: (2, 3), 128: (2, 3), 256: (2,)}
 _UNITS_EACH = 2
 
 
 def _variant(dtype: torch.dtype, head_dim: int, tiles: int) -> Variant:
-    shape = f"{head_dim}, {_KEYS}, {tiles}"
+    shape = f"{head_dim}, {tiles}"
     return Variant(
         file="attention_prefill.cu",
         names=(
