@@ -349,7 +349,7 @@ class Engine:
         gates: of the copies the plan came with.
         """
         with self._forward_lock:
-            self._check_open()
+            self.check_open()
             return self.runner.execute(plan, gates)
 
     def launch(self, plan: StepPlan, previous: Pending | None = None) -> Pending:
@@ -358,13 +358,13 @@ class Engine:
         previous: the step before, for a plan that was made ahead of its tokens.
         """
         with self._forward_lock:
-            self._check_open()
+            self.check_open()
             return self.runner.launch(plan, previous=previous)
 
     def forward(self, plan: StepPlan) -> tuple[torch.Tensor, SampleResult]:
         """Run one plan as `execute` does; return the logits of its samples, and their tokens."""
         with self._forward_lock:
-            self._check_open()
+            self.check_open()
             logits = self.runner.forward(plan)
             return logits, self.runner.sample(logits, sampling_batch(plan.sampling))
 
@@ -451,7 +451,8 @@ class Engine:
         with self._forward_lock:
             return batch_api.decode_step(self, requests, return_logits=return_logits)
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise `EngineClosed` after `close`."""
         if self._closed:
             raise EngineClosed("engine is closed: closed by its owner")
 
