@@ -93,7 +93,7 @@ def _running(engine: "Engine", requests: Sequence[BatchedRequest]) -> Iterator[N
     """A forward of requests, and what it does to them.
 
     Whatever ends it early, an interrupt of the wait for the device included: some layers may have
-    written KV, and moved the state of a hybrid model, so none of these requests can go on from here.
+    written KV, and moved the state of a hybrid model, so none of the requests can go on from here.
     """
     engine.check_open()  # nothing has run yet
     try:

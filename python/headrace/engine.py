@@ -55,6 +55,8 @@ _MAX_STAGING = 4
 _MEMCPY_BYTES_PER_S = 5e9
 # Library workspaces, kernels and graphs.
 _GPU_RESERVE_BYTES = 1 << 30
+# Time for a step in flight to end by itself when its engine is closed.
+CLOSE_GRACE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,8 @@ class Engine:
         An option that this machine or build cannot serve, or pools that do not fit in memory.
     ModelError
         A model that is unknown, damaged or not supported.
+    StepTimeout
+        A step of an earlier engine of this process did not end in time on the same GPU.
 
     Examples
     --------
@@ -98,6 +102,10 @@ class Engine:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            from headrace.backends.cuda.deadline import check_gpu
+
+            check_gpu(self.device)  # before the first call that would wait for it
         deterministic = config.deterministic == "on" or (config.deterministic == "auto" and on_gpu)
         self.backend = make_backend(self.device, deterministic=deterministic)
         loaded = load_model(
@@ -346,7 +354,8 @@ class Engine:
     def execute(self, plan: StepPlan, gates: Gates | None = None) -> SampleResult:
         """Run one plan; one at a time, callers on other threads wait.
 
-        gates: of the copies the plan came with.
+        gates: of the copies the plan came with. Raises as `batch_prefill` for a closed engine and
+        for the device.
         """
         with self._forward_lock:
             self.check_open()
@@ -356,6 +365,7 @@ class Engine:
         """Start a plan that came without copies; its tokens are waited for by what is returned.
 
         previous: the step before, for a plan that was made ahead of its tokens.
+        Raises as `execute`.
         """
         with self._forward_lock:
             self.check_open()
@@ -369,14 +379,34 @@ class Engine:
             return logits, self.runner.sample(logits, sampling_batch(plan.sampling))
 
     def close(self) -> None:
-        """Refuse further work and let the weights and pools go. Idempotent."""
-        with self._forward_lock:
+        """Refuse further work and let the weights and pools go. Idempotent.
+
+        A step that runs on another thread has two seconds to end; then the wait for it ends on a
+        GPU, and raises `EngineClosed` there. A forward on a CPU is waited for.
+        """
+        if not self._forward_lock.acquire(timeout=CLOSE_GRACE_S):
+            self.end_waits()
+            self._forward_lock.acquire()
+        try:
             if not self._closed:
                 self._closed = True
+                self.runner.end_waits()  # of steps that are waited for without the lock
                 if self.tier is not None:
-                    self.tier.close()
+                    # Copies of a step that was given up would be waited for in vain.
+                    self.tier.close(drain=not self.runner.gave_up)
                 # The kernels of a GPU hold the pools as well.
                 del self.runner, self.kv, self.state, self.tier, self.backend
+        finally:
+            self._forward_lock.release()
+
+    def end_waits(self) -> None:
+        """End the waits of all threads for steps on a GPU, which raise `EngineClosed`.
+
+        The engine runs no step from then on; what is left is to close it. Does nothing on a CPU.
+        """
+        runner: ModelRunner | None = getattr(self, "runner", None)  # gone once closed
+        if runner is not None:
+            runner.end_waits()
 
     def __enter__(self) -> "Engine":
         return self
@@ -437,6 +467,13 @@ class Engine:
         InvalidRequest, PromptTooLong
             A request that is listed twice, finished, already prefilled or too long, has ids outside
             the vocabulary, changed its slot, or has stop strings (a matter of text: use `LLM`).
+        EngineClosed
+            The engine was closed, before or meanwhile.
+        StepTimeout
+            GPU only: a forward, this one or one before, has not ended within `step_timeout_s`. The
+            engine runs no more.
+        DeviceError
+            GPU only: the device reports a fault.
         """
         with self._forward_lock:
             return batch_api.prefill(self, requests, return_logits=return_logits)
@@ -446,10 +483,20 @@ class Engine:
     ) -> BatchDecodeResult:
         """Compute one more token for each request, in one forward. Updates them in place.
 
-        Raises as `batch_prefill`, and `InvalidRequest` for a request without a first token.
+        Raises as `batch_prefill`, and `InvalidRequest` for a request without a first token. After
+        `StepTimeout` the engine runs no more.
         """
         with self._forward_lock:
             return batch_api.decode_step(self, requests, return_logits=return_logits)
+
+    def check(self) -> None:
+        """Raise `EngineClosed`, or `StepTimeout` after a step that did not end in time.
+
+        For whoever starts copies before a step.
+        """
+        with self._forward_lock:
+            self.check_open()
+            self.runner.check()
 
     def check_open(self) -> None:
         """Raise `EngineClosed` after `close`."""
