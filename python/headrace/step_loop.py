@@ -230,7 +230,8 @@ class StepLoop:
             # Fails the rows of this step alone. The message goes to their callers, the traceback
             # to the log.
             error = ended.error
-            _LOG.warning("a forward failed", exc_info=error)
+            level = logging.DEBUG if isinstance(error, EngineClosed) else logging.WARNING
+            _LOG.log(level, "a forward failed", exc_info=error)
             for request_id in self.scheduler.fail(plan, f"{type(error).__name__}: {error}"):
                 self._finish(request_id)
             return
