@@ -264,6 +264,35 @@ def test_an_engine_is_refused_by_the_gpu_it_is_for(gpus):
     assert "cupy" in gpus
 
 
+def test_auto_is_the_first_gpu_that_can_run_the_kernels(gpus, monkeypatch):
+    def chosen():
+        loader._require.cache_clear()
+        return choose_device(EngineConfig(model="smollm2-135m"))
+
+    capabilities = {0: (8, 0), 1: (8, 0), 2: (9, 0)}
+    monkeypatch.setattr("torch.cuda.get_device_capability", capabilities.__getitem__)
+    assert chosen() == torch.device("cuda", 2)
+    capabilities[2] = (8, 6)
+    assert chosen() == torch.device("cpu")
+
+
+def test_a_step_may_take_longer_than_its_copies(monkeypatch):
+    """Else a step that waits for a copy that is stuck would count as stuck, and end the engine."""
+    monkeypatch.setattr("headrace.backends.select.require_gpu", lambda _device: None)
+
+    def chosen(device="cuda", host_bytes=1, **options):
+        options |= {"device": device, "host_bytes": host_bytes}
+        return choose_device(EngineConfig(model="smollm2-135m", **options)).type
+
+    assert chosen() == "cuda"
+    assert chosen(step_timeout_s=60.5) == "cuda"
+    for options in ({"step_timeout_s": 60}, {"copy_timeout_s": 150.0}):
+        with pytest.raises(ConfigError, match=r"step_timeout_s=\d+ with copy_timeout_s=\d+: acc"):
+            chosen(**options)
+        assert chosen("cpu", **options) == "cpu"
+        assert chosen(host_bytes=0, **options) == "cuda"
+
+
 def test_without_cupy_the_error_says_what_to_install(gpus, monkeypatch):
     def missing():
         raise CudaUnavailable("no CuPy (x): install the extra headrace[cuda] (cupy-cuda13x)")

@@ -509,3 +509,39 @@ def test_pools_larger_than_memory_are_refused_with_numbers(model_dir, monkeypatc
     monkeypatch.setattr("headrace.engine.available_bytes", lambda _device: 10_000_000)
     with pytest.raises(ConfigError, match=r"KV pools need .* 10,000,000 are free"):
         Engine(EngineConfig(model=model_dir, max_batch_size=256))
+
+
+@pytest.mark.parametrize("decode", [False, True], ids=["prefill", "decode"])
+def test_an_interrupted_forward_ends_the_requests_it_ran(tiny, decode):
+    """Ctrl-C in the wait for the tokens: the state has moved, and a second run would move it on."""
+    config = EngineConfig(
+        model=str(tiny("tiny_hybrid").path),
+        max_batch_size=2,
+        max_context=CONTEXT,
+        skip_tokenizer=True,
+    )
+    with Engine(config) as engine:
+        requests = [BatchedRequest(request_id=i, prompt_tokens=[1, 2, 3 + i]) for i in range(2)]
+        for request in requests:
+            engine.allocate_slot(request.request_id)
+        if decode:
+            engine.batch_prefill(requests)
+        sample = engine.runner.sample
+
+        def interrupted(logits, options):
+            sample(logits, options)
+            raise KeyboardInterrupt
+
+        engine.runner.sample = interrupted
+        step = engine.batch_decode_step if decode else engine.batch_prefill
+        with pytest.raises(KeyboardInterrupt):
+            step(requests[:1])
+        engine.runner.sample = sample
+        assert (requests[0].finished, requests[0].finish_reason) == (True, "error")
+        with pytest.raises(InvalidRequest, match="finished: error"):
+            step(requests[:1])
+        step(requests[1:])  # which was not in it
+        assert not requests[1].finished
+    with pytest.raises(EngineClosed):
+        engine.batch_decode_step(requests[1:])
+    assert not requests[1].finished, "nothing has run"

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from headrace.errors import (
         CheckpointError,
         ConfigError,
+        DeviceError,
         DownloadError,
         DuplicateRequest,
         EngineClosed,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         PromptTooLong,
         QueueFull,
         StalePlan,
+        StepTimeout,
         UnknownRequest,
     )
     from headrace.llm import LLM
@@ -35,6 +37,7 @@ _HOME = {
     "BatchedRequest": "headrace.request",
     "CheckpointError": "headrace.errors",
     "ConfigError": "headrace.errors",
+    "DeviceError": "headrace.errors",
     "DownloadError": "headrace.errors",
     "DuplicateRequest": "headrace.errors",
     "Engine": "headrace.engine",
@@ -54,6 +57,7 @@ _HOME = {
     "Scheduler": "headrace._core",
     "SlotAllocator": "headrace._core",
     "StalePlan": "headrace.errors",
+    "StepTimeout": "headrace.errors",
     "UnknownRequest": "headrace.errors",
     "__version__": "headrace._core",
 }
@@ -63,6 +67,7 @@ __all__ = [
     "BatchedRequest",
     "CheckpointError",
     "ConfigError",
+    "DeviceError",
     "DownloadError",
     "DuplicateRequest",
     "Engine",
@@ -82,6 +87,7 @@ __all__ = [
     "Scheduler",
     "SlotAllocator",
     "StalePlan",
+    "StepTimeout",
     "UnknownRequest",
     "__version__",
 ]

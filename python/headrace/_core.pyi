@@ -729,7 +729,7 @@ class CudaDevice:
 
 @final
 class EventWaiter:
-    """Waits for events of the GPU `ordinal`, each with an end.
+    """Waits for events of the GPU `ordinal`, each with an end, on any number of threads.
 
     Raises `ConfigError` for no NVIDIA driver or no such GPU, `DeviceError` for what the driver
     refuses.
@@ -739,9 +739,16 @@ class EventWaiter:
     def wait(self, event_handle: int, timeout: float) -> bool:
         """Whether all before the last record of an event was over within `timeout` seconds.
 
-        Looks at least once. Waits without the GIL, and as `cuEventSynchronize` does at first: it
-        spins. Raises `DeviceError` for what the driver reports, faults of kernels included.
+        Looks at least once; no more with a `timeout` of 0 or less, without end if it is infinite.
+        Waits without the GIL, and as `cuEventSynchronize` does at first: it spins. Ctrl-C ends it.
+
+        Raises `DeviceError` for what the driver reports, faults of kernels included; `EngineClosed`
+        if the event is not over and `close` was called or the interpreter exits; `ConfigError` for
+        a `timeout` of NaN or a handle that is no 64-bit integer; `ForkedProcess` in a forked child.
         """
+
+    def close(self) -> None:
+        """End the waits of all threads. Events that are over are still found to be so."""
 
 @final
 class CopyTicket:

@@ -4,14 +4,15 @@ Checks requests before anything runs, cuts prompts into chunks, and writes token
 No state; the caller holds the engine's lock from the look-up of the slots on.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from headrace._core import CHUNK_ALIGN, SamplingSpec, StepPlan, build_plan
-from headrace.errors import EngineClosed, InvalidRequest, PromptTooLong, UnknownRequest
+from headrace._core import CHUNK_ALIGN, SamplingSpec, build_plan
+from headrace.errors import InvalidRequest, PromptTooLong, UnknownRequest
 from headrace.request import (
     BatchDecodeResult,
     BatchedRequest,
@@ -41,13 +42,14 @@ def prefill(
             ],
             decode=False,
         )
-        out, sampled = _run(engine, plan, [request for _, request, _, _ in chunks])
-        for _, request, tokens, _ in chunks:
-            request.seq_len += len(tokens)
-        ended = [index for index, _, _, last in chunks if last]
-        for row, index in enumerate(ended):
-            logits[index] = out[row]
-            _record(engine, requests[index], specs[index], _step_row(sampled, row))
+        with _running(engine, [request for _, request, _, _ in chunks]):
+            out, sampled = engine.forward(plan)
+            for _, request, tokens, _ in chunks:
+                request.seq_len += len(tokens)
+            ended = [index for index, _, _, last in chunks if last]
+            for row, index in enumerate(ended):
+                logits[index] = out[row]
+                _record(engine, requests[index], specs[index], _step_row(sampled, row))
         pending = [index for index in pending if index not in logits]
     return BatchPrefillResult(
         request_ids=[request.request_id for request in requests],
@@ -73,10 +75,11 @@ def decode_step(
             ],
             decode=True,
         )
-        logits, sampled = _run(engine, plan, requests)
-        for row, request in enumerate(requests):
-            request.seq_len += 1
-            _record(engine, request, specs[row], _step_row(sampled, row))
+        with _running(engine, requests):
+            logits, sampled = engine.forward(plan)
+            for row, request in enumerate(requests):
+                request.seq_len += 1
+                _record(engine, request, specs[row], _step_row(sampled, row))
     return BatchDecodeResult(
         request_ids=[request.request_id for request in requests],
         token_ids=[_new_token(request) for request in requests],
@@ -85,16 +88,17 @@ def decode_step(
     )
 
 
-def _run(
-    engine: "Engine", plan: StepPlan, requests: Sequence[BatchedRequest]
-) -> tuple[torch.Tensor, SampleResult]:
+@contextlib.contextmanager
+def _running(engine: "Engine", requests: Sequence[BatchedRequest]) -> Iterator[None]:
+    """A forward of requests, and what it does to them.
+
+    Whatever ends it early, an interrupt of the wait for the device included: some layers may have
+    written KV, and moved the state of a hybrid model, so none of the requests can go on from here.
+    """
+    engine.check_open()  # nothing has run yet
     try:
-        return engine.forward(plan)
-    except EngineClosed:
-        raise  # before anything has run
-    except Exception:
-        # Some layers may have written KV, and moved the state of a hybrid model: none of these
-        # requests can go on from here.
+        yield
+    except BaseException:
         for request in requests:
             request.finished, request.finish_reason = True, "error"
         raise

@@ -151,7 +151,9 @@ class EngineConfig:
     )
     cuda_graphs: bool = _option(True, "capture decode steps in CUDA graphs; GPU only")
     step_timeout_s: float = _option(
-        300.0, "GPU only: seconds until a step counts as stuck and fails"
+        300.0,
+        "GPU only: seconds until a step counts as stuck; its engine then runs no more. With a host "
+        "tier more than twice copy_timeout_s",
     )
     load_format: str = _option("auto", "auto | dummy; dummy fills weights from the seed")
     seed: int = _option(0, "seed of dummy weights and of requests without their own seed")

@@ -8,7 +8,9 @@ one runs and the device goes from one to the other.
 
 Invariants: the host side of the staging memory is written only after the last copy out of it has
 ended; a padding row has page and slot -1 and length 0, and touches nothing; the tokens on the
-device are those of the step `_tokens_of`, if there is one. No locks: calls must not overlap.
+device are those of the step `_tokens_of`, if there is one. Every wait for the device has an end
+(`StepWaits`). No locks: calls must not overlap, but for `end_waits` and the `wait` of a launched
+step, which only gives a ticket back (a list takes one and gives one under the GIL).
 """
 
 import contextlib
@@ -33,7 +35,7 @@ from headrace.models.batch import ForwardBatch, PrefillSegment, TokenFeed
 from headrace.models.decoder import DecoderModel
 from headrace.models.step import Gates
 from headrace.runner import Finished, ModelRunner, Pending, sampling_batch
-from headrace.sampling import SampleResult, SamplingBatch, choose, sample
+from headrace.sampling import UPLOAD_BYTES, SampleResult, SamplingBatch, choose, sample
 
 _FIRST_STAGING_BYTES = 1 << 20  # it grows with the steps
 
@@ -118,12 +120,12 @@ class CudaRunner(ModelRunner):
     ) -> None:
         super().__init__(model, kv, state)
         self._device = kv.device
+        self.waits = StepWaits.of(kv.device, step_timeout_s)
         self.stream = _take_stream(kv.device)
-        weakref.finalize(self, _idle_streams[kv.device].append, self.stream)
+        weakref.finalize(self, _give_stream_back, kv.device, self.stream, self.waits)
         self._widths = sorted({decode_width(rows) for rows in range(1, max_rows + 1)})
         widest = self._widths[-1]
         self._table_pages = -(-max_context // kv.page_tokens)
-        self.waits = StepWaits.of(kv.device, step_timeout_s)
         with torch.cuda.device(self._device):
             self._sampled = _event()
             self._staging = _Staging(_FIRST_STAGING_BYTES, self._device, self.waits)
@@ -141,13 +143,29 @@ class CudaRunner(ModelRunner):
         self.replays = 0
         self.runs_ahead = graphs
 
+    @property
+    def gave_up(self) -> bool:
+        """Whether a wait for the device ended early: work of this runner may still run."""
+        return self.waits.gave_up
+
+    def check(self) -> None:
+        """Raise `StepTimeout` or `EngineClosed` if steps are refused from now on."""
+        self.waits.check()
+
+    def end_waits(self) -> None:
+        """End the waits of all threads; later steps are refused. Callable from any thread."""
+        self.waits.close()
+
     def forward(
         self,
         plan: StepPlan,
         gates: Gates | None = None,
         tokens: NDArray[np.int32] | None = None,
     ) -> torch.Tensor:
-        """Compute all rows, writing their KV; return float32 logits `[samples, vocab]`."""
+        """Compute all rows, writing their KV; return float32 logits `[samples, vocab]`.
+
+        Raises as `StepWaits.wait`.
+        """
         self.waits.check()
         token_ids = plan.token_ids if tokens is None else _filled_in(plan, tokens)
         with torch.inference_mode(), self._own_stream() as caller:
@@ -159,12 +177,23 @@ class CudaRunner(ModelRunner):
             return logits
 
     def sample(self, logits: torch.Tensor, options: SamplingBatch) -> SampleResult:
-        """Choose tokens of logits on the current stream, and wait for them.
+        """Choose tokens of logits that the caller's stream has, and wait for them.
 
         Raises as `StepWaits.wait`.
         """
-        with torch.inference_mode():
-            return sample(logits, options, self._end)
+        self.waits.check()
+        # Nobody else enqueues on the runner's own stream, between the end of a wait and the read.
+        with torch.inference_mode(), self._own_stream():
+            return self._sample(logits, options)
+
+    def _sample(self, logits: torch.Tensor, options: SamplingBatch) -> SampleResult:
+        self._before_choice(options)
+        return sample(logits, options, self._end)
+
+    def _before_choice(self, options: SamplingBatch) -> None:
+        """Wait for the forward, if to send the options would do so without an end."""
+        if max(options.history_tokens.nbytes, options.banned_tokens.nbytes) > UPLOAD_BYTES:
+            self._end()
 
     def _end(self) -> None:
         """Wait for what the current stream was given, so that reading from it does not wait."""
@@ -178,7 +207,7 @@ class CudaRunner(ModelRunner):
 
         A step whose tokens are made on the device brings them to the host in one copy, for which
         `wait` waits and for nothing else; its place is taken by the next at once. Every other one
-        is over when this returns.
+        is over when this returns. Raises as `StepWaits.wait`.
         """
         if not plan.num_rows:
             return Finished(SampleResult(token_ids=np.empty(0, np.int32)))
@@ -203,9 +232,9 @@ class CudaRunner(ModelRunner):
                     rows = np.arange(len(rows))
                     self._argmax(logits, out=self._tokens[: len(rows)])
                 else:
-                    result = self.sample(logits, options)
+                    result = self._sample(logits, options)
             elif not self._leave_tokens(plan, options):
-                result = self.sample(self._sampled_logits(plan), options)
+                result = self._sample(self._sampled_logits(plan), options)
             if result is None:
                 used = 1 + int(rows.max(initial=-1))
                 ticket.tokens[:used].copy_(self._tokens[:used], non_blocking=True)
@@ -258,7 +287,7 @@ class CudaRunner(ModelRunner):
         samples = len(plan.sample_index)
         if samples == plan.num_decode:
             return self._logits[:samples]
-        # Pageable memory is read at once: no wait for what the device runs.
+        # Pageable memory is read at once where it is this little (`UPLOAD_BYTES`).
         index = torch.from_numpy(plan.sample_index).to(self._device, non_blocking=True)
         return self._logits[index]
 
@@ -269,6 +298,7 @@ class CudaRunner(ModelRunner):
         samples = len(plan.sample_index)
         if samples != plan.num_decode or bool((options.logprobs >= 0).any()):
             return False
+        self._before_choice(options)
         self._tokens[:samples].copy_(choose(self._logits[:samples], options))
         return True
 
@@ -375,6 +405,12 @@ def _take_stream(device: torch.device) -> torch.cuda.Stream:
         return _idle_streams[device].pop()
     except IndexError:
         return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
+
+
+def _give_stream_back(device: torch.device, stream: torch.cuda.Stream, waits: StepWaits) -> None:
+    """Keep a stream for the next runner, unless something may run on it for ever."""
+    if not waits.gave_up:
+        _idle_streams[device].append(stream)
 
 
 def _event() -> torch.cuda.Event:

@@ -51,6 +51,8 @@ _SEED_STEP = 0x9E37_79B9_7F4A_7C15
 _U64 = 2**64
 # What a step may plan with for copies inside host memory, where no link is set.
 _MEMCPY_BYTES_PER_S = 5e9
+# Time for a step in flight to end by itself when its engine is closed.
+CLOSE_GRACE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +80,8 @@ class Engine:
         An option that this machine or build cannot serve, or pools that do not fit in memory.
     ModelError
         A model that is unknown, damaged or not supported.
+    StepTimeout
+        A step of an earlier engine of this process did not end in time on the same GPU.
 
     Examples
     --------
@@ -94,6 +98,10 @@ class Engine:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            from headrace.backends.cuda.deadline import check_gpu
+
+            check_gpu(self.device)  # before the first call that would wait for it
         deterministic = config.deterministic == "on" or (config.deterministic == "auto" and on_gpu)
         self.backend = make_backend(self.device, deterministic=deterministic)
         loaded = load_model(
@@ -338,37 +346,59 @@ class Engine:
     def execute(self, plan: StepPlan, gates: Gates | None = None) -> SampleResult:
         """Run one plan; one at a time, callers on other threads wait.
 
-        gates: of the copies the plan came with.
+        gates: of the copies the plan came with. Raises as `batch_prefill` for a closed engine and
+        for the device.
         """
         with self._forward_lock:
-            self._check_open()
+            self.check_open()
             return self.runner.execute(plan, gates)
 
     def launch(self, plan: StepPlan, previous: Pending | None = None) -> Pending:
         """Start a plan that came without copies; its tokens are waited for by what is returned.
 
         previous: the step before, for a plan that was made ahead of its tokens.
+        Raises as `execute`.
         """
         with self._forward_lock:
-            self._check_open()
+            self.check_open()
             return self.runner.launch(plan, previous=previous)
 
     def forward(self, plan: StepPlan) -> tuple[torch.Tensor, SampleResult]:
         """Run one plan as `execute` does; return the logits of its samples, and their tokens."""
         with self._forward_lock:
-            self._check_open()
+            self.check_open()
             logits = self.runner.forward(plan)
             return logits, self.runner.sample(logits, sampling_batch(plan.sampling))
 
     def close(self) -> None:
-        """Refuse further work and let the weights and pools go. Idempotent."""
-        with self._forward_lock:
+        """Refuse further work and let the weights and pools go. Idempotent.
+
+        A step that runs on another thread has two seconds to end; then the wait for it ends on a
+        GPU, and raises `EngineClosed` there. A forward on a CPU is waited for.
+        """
+        if not self._forward_lock.acquire(timeout=CLOSE_GRACE_S):
+            self.end_waits()
+            self._forward_lock.acquire()
+        try:
             if not self._closed:
                 self._closed = True
+                self.runner.end_waits()  # of steps that are waited for without the lock
                 if self.tier is not None:
-                    self.tier.close()
+                    # Copies of a step that was given up would be waited for in vain.
+                    self.tier.close(drain=not self.runner.gave_up)
                 # The kernels of a GPU hold the pools as well.
                 del self.runner, self.kv, self.state, self.tier, self.backend
+        finally:
+            self._forward_lock.release()
+
+    def end_waits(self) -> None:
+        """End the waits of all threads for steps on a GPU, which raise `EngineClosed`.
+
+        The engine runs no step from then on; what is left is to close it. Does nothing on a CPU.
+        """
+        runner: ModelRunner | None = getattr(self, "runner", None)  # gone once closed
+        if runner is not None:
+            runner.end_waits()
 
     def __enter__(self) -> "Engine":
         return self
@@ -429,6 +459,13 @@ class Engine:
         InvalidRequest, PromptTooLong
             A request that is listed twice, finished, already prefilled or too long, has ids outside
             the vocabulary, changed its slot, or has stop strings (a matter of text: use `LLM`).
+        EngineClosed
+            The engine was closed, before or meanwhile.
+        StepTimeout
+            GPU only: a forward, this one or one before, has not ended within `step_timeout_s`. The
+            engine runs no more.
+        DeviceError
+            GPU only: the device reports a fault.
         """
         with self._forward_lock:
             return batch_api.prefill(self, requests, return_logits=return_logits)
@@ -438,12 +475,23 @@ class Engine:
     ) -> BatchDecodeResult:
         """Compute one more token for each request, in one forward. Updates them in place.
 
-        Raises as `batch_prefill`, and `InvalidRequest` for a request without a first token.
+        Raises as `batch_prefill`, and `InvalidRequest` for a request without a first token. After
+        `StepTimeout` the engine runs no more.
         """
         with self._forward_lock:
             return batch_api.decode_step(self, requests, return_logits=return_logits)
 
-    def _check_open(self) -> None:
+    def check(self) -> None:
+        """Raise `EngineClosed`, or `StepTimeout` after a step that did not end in time.
+
+        For whoever starts copies before a step.
+        """
+        with self._forward_lock:
+            self.check_open()
+            self.runner.check()
+
+    def check_open(self) -> None:
+        """Raise `EngineClosed` after `close`."""
         if self._closed:
             raise EngineClosed("engine is closed: closed by its owner")
 

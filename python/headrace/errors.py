@@ -97,7 +97,10 @@ class DeviceError(HeadraceError, RuntimeError):
 
 
 class StepTimeout(HeadraceError, TimeoutError):
-    """A step on a GPU did not end within `step_timeout_s`; its engine runs no more."""
+    """A step on a GPU did not end within `step_timeout_s`.
+
+    It may run still, so its engine runs no more, and no engine is made on that GPU in this process.
+    """
 
 
 class ModelError(HeadraceError):

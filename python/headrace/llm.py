@@ -43,6 +43,8 @@ class LLM:
         An option that is unknown or cannot work.
     ModelError
         A model that is unknown, damaged or not supported.
+    StepTimeout
+        A step of an earlier engine of this process did not end in time on the same GPU.
 
     Examples
     --------
@@ -120,7 +122,9 @@ class LLM:
             requests go on.
         EngineClosed
             The engine was closed. Requests that fail later do not raise: they come back with
-            `finish_reason` "error" and the message in `error`.
+            `finish_reason` "error" and the message in `error`. After one that begins with
+            "StepTimeout" (GPU only) all requests end so: the engine runs no more, and the process
+            has to be started over.
         """
         batch = _prompt_list(prompts)
         each = _params_list(params, len(batch))
@@ -149,7 +153,8 @@ class LLM:
         """Yield chunks of tokens and text as they come, then the `RequestOutput`.
 
         The text of all chunks is a prefix of the output's text; the rest of it was withheld, as a
-        stop string might have begun there. Dropping the iterator aborts the request.
+        stop string might have begun there. Dropping the iterator aborts the request. Raises and
+        fails as `generate`.
         """
         chunks: SimpleQueue[StreamChunk | None] = SimpleQueue()
         handle = self._submit(prompt, params or SamplingParams(), priority, chunks)
@@ -165,7 +170,10 @@ class LLM:
         messages: Sequence[Mapping[str, object]],
         params: SamplingParams | None = None,
     ) -> RequestOutput:
-        """Answer a conversation; `chat_prompt` says how it becomes a prompt."""
+        """Answer a conversation; `chat_prompt` says how it becomes a prompt.
+
+        Raises and fails as `generate`.
+        """
         return self.generate([self.chat_prompt(messages)], params)[0]
 
     def chat_prompt(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
@@ -181,7 +189,11 @@ class LLM:
         return self.tokenizer.encode(text, add_special=False)
 
     def close(self) -> None:
-        """End all requests with `abort` and let the model go. Idempotent."""
+        """End all requests with `abort` and let the model go. Idempotent.
+
+        A step on a GPU that has not ended after a few seconds is given up; a forward on a CPU is
+        waited for.
+        """
         self._close()
 
     def __enter__(self) -> "LLM":

@@ -84,6 +84,7 @@ class Pipeline:
                 pending: Pending = Finished(execute_plan(self._engine, self._scheduler, plan))
             else:
                 if previous is None and self._tier is not None:
+                    self._engine.check()
                     self._scheduler.start_stores(self._tier.queue)  # see `execute_plan`
                 pending = self._engine.launch(plan, previous)
             step = _Step(plan, pending)
@@ -110,6 +111,7 @@ def execute_plan(engine: Engine, scheduler: Scheduler, plan: StepPlan) -> Sample
     """
     if engine.tier is None:
         return engine.execute(plan)
+    engine.check()  # before copies that no forward will follow
     copies = engine.tier.queue
     # What a preemption parks must be under way before its pages are wanted.
     scheduler.start_stores(copies)

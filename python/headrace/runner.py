@@ -67,6 +67,20 @@ class ModelRunner:
         self.kv = kv
         self.state = state
 
+    @property
+    def gave_up(self) -> bool:
+        """Whether a wait for the device ended early: work of this runner may still run."""
+        return False
+
+    def check(self) -> None:
+        """Raise why steps are refused from now on, if they are; comes before a step's copies."""
+
+    def end_waits(self) -> None:
+        """End the waits of all threads for the device, if they can be ended.
+
+        Later steps are refused then. Callable from any thread.
+        """
+
     def forward(
         self,
         plan: StepPlan,

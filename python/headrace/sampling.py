@@ -34,6 +34,8 @@ MAX_VOCAB = 2**18
 ROWS_PER_PASS = 16
 # So many candidates are selected, more are sorted.
 SHORT_LIST = 1024
+# CUDA reads so much pageable memory at once; for more it may first wait for the stream.
+UPLOAD_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +198,7 @@ def sample(
     batch
         Options of the same S rows.
     before_read
-        Called once the tokens are asked of the device, before they are read.
+        Called once something is asked of the device, before it is read.
 
     Notes
     -----
@@ -212,7 +214,8 @@ def sample(
     reported = np.flatnonzero((batch.logprobs >= 0) & (token_ids >= 0))
     result = SampleResult.of(token_ids)
     for part in _passes(reported):
-        for row, entry in zip(part, _logprobs(logits, batch, part, token_ids), strict=True):
+        entries = _logprobs(logits, batch, part, token_ids, before_read)
+        for row, entry in zip(part, entries, strict=True):
             result.logprobs[row] = entry
     return result
 
@@ -246,7 +249,10 @@ def _index(rows: NDArray[np.intp], like: Tensor) -> Tensor:
 
 
 def _upload(values: NDArray[np.generic], device: torch.device) -> Tensor:
-    """Copy to the device without waiting for what it runs: pageable memory is read at once."""
+    """Copy to the device, without waiting for what it runs up to `UPLOAD_BYTES`.
+
+    Histories and banned tokens alone are larger; rows go through in passes.
+    """
     return torch.from_numpy(values).to(device, non_blocking=True)
 
 
@@ -420,17 +426,25 @@ def _descending(scores: Tensor, count: int) -> Tensor:
 
 
 def _logprobs(
-    logits: Tensor, batch: SamplingBatch, rows: NDArray[np.intp], token_ids: NDArray[np.int32]
+    logits: Tensor,
+    batch: SamplingBatch,
+    rows: NDArray[np.intp],
+    token_ids: NDArray[np.int32],
+    before_read: Callable[[], None] | None,
 ) -> list[TokenLogprobs]:
     """Entries of sound rows: log-softmax of the logits as given, rounded once to float32."""
     raw = logits[_index(rows, logits)]
     differences = raw - raw.amax(dim=-1, keepdim=True)
-    totals = _fixed_point(differences).sum(dim=-1).cpu().numpy()
-    log_totals = np.array([[math.log(total / FIXED_POINT_ONE)] for total in totals.tolist()])
+    sums = _fixed_point(differences).sum(dim=-1)
     chosen = torch.from_numpy(token_ids[rows].astype(np.int64)).to(logits.device)[:, None]
     count = min(int(batch.logprobs[rows].max()), raw.shape[1])
     ids = torch.cat([chosen, _descending(raw, count)], dim=-1) if count else chosen
-    values = (differences.gather(-1, ids).cpu().numpy() - log_totals).astype(np.float32)
+    numbers = differences.gather(-1, ids)
+    if before_read is not None:
+        before_read()
+    totals = sums.cpu().tolist()
+    log_totals = np.array([[math.log(total / FIXED_POINT_ONE)] for total in totals])
+    values = (numbers.cpu().numpy() - log_totals).astype(np.float32)
     columns = ids.cpu().numpy()
     entries = []
     for place, row in enumerate(rows):

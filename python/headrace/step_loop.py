@@ -21,7 +21,7 @@ import numpy as np
 
 from headrace._core import RequestResult, StepPlan
 from headrace.config import checks_enabled
-from headrace.engine import Engine
+from headrace.engine import CLOSE_GRACE_S, Engine
 from headrace.errors import EngineClosed, HeadraceError, InvalidRequest, UnknownRequest
 from headrace.pipeline import Ended, Pipeline
 from headrace.request import (
@@ -38,7 +38,8 @@ from headrace.text.stream import TextStream
 from headrace.text.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
-# A step in flight ends within this after `close`; a forward cannot be interrupted.
+# `close` waits so long for the thread once waits for a GPU were ended, which ends it at once. A
+# forward on a CPU cannot be ended; the thread goes when it is over.
 _JOIN_TIMEOUT_S = 30.0
 _NS = 1e-9
 
@@ -165,10 +166,16 @@ class StepLoop:
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """End all requests with `abort`, stop the thread. Idempotent; callable from anywhere."""
+        """End all requests with `abort`, stop the thread. Idempotent; callable from anywhere.
+
+        A step on a GPU that has not ended after two seconds is given up, and the engine with it.
+        """
         self.scheduler.close()
         if threading.current_thread() is not self._thread:
-            self._thread.join(_JOIN_TIMEOUT_S)
+            self._thread.join(CLOSE_GRACE_S)
+            if self._thread.is_alive():
+                self.engine.end_waits()
+                self._thread.join(_JOIN_TIMEOUT_S)
         self._finish_all()
 
     def _new_live(
@@ -223,7 +230,8 @@ class StepLoop:
             # Fails the rows of this step alone. The message goes to their callers, the traceback
             # to the log.
             error = ended.error
-            _LOG.warning("a forward failed", exc_info=error)
+            level = logging.DEBUG if isinstance(error, EngineClosed) else logging.WARNING
+            _LOG.log(level, "a forward failed", exc_info=error)
             for request_id in self.scheduler.fail(plan, f"{type(error).__name__}: {error}"):
                 self._finish(request_id)
             return

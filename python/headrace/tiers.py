@@ -160,9 +160,12 @@ class HostTier:
             copy_check=copy_check,
         )
 
-    def close(self) -> None:
-        """End all copies, then let the memory go."""
-        self.queue.shutdown()
+    def close(self, *, drain: bool = True) -> None:
+        """End all copies, then let the memory go.
+
+        drain: let those that run end, within the time limit of a copy; else they are given up.
+        """
+        self.queue.shutdown(None if drain else 0.0)
 
     def _gpu(self, stream: torch.cuda.Stream) -> CudaDevice:
         from headrace.backends.cuda.copy_gather import copy_device

@@ -76,8 +76,8 @@ pub struct CudaConfig {
     pub cache: Option<PathBuf>,
 }
 
-/// Copies to and from a GPU. Dropping it waits a second for its streams; what still runs then keeps
-/// its memory for ever.
+/// Copies to and from a GPU. Dropping it waits a second for its streams and the compute stream; what
+/// still runs then keeps its memory for ever.
 pub struct CudaDevice {
     context: Arc<Context>,
     compute: Handle,
@@ -453,7 +453,12 @@ impl Drop for CudaDevice {
         let context = self.context.clone();
         if let Ok(entered) = context.enter() {
             let end_ns = monotonic_ns() + DROP_WAIT_NS;
-            while !retired.iter().all(|one| one.is_over(&entered)) {
+            // The compute stream reads flags. Beside that, to unpin memory waits for all of the GPU.
+            let compute = Retired {
+                stream: Some(self.compute),
+                _held: Vec::new(),
+            };
+            while !retired.iter().all(|one| one.is_over(&entered)) || !compute.is_over(&entered) {
                 if monotonic_ns() > end_ns {
                     self.leave_behind(retired);
                     return;

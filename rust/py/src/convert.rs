@@ -20,6 +20,20 @@ pub(crate) fn request_id(value: &Bound<'_, PyAny>) -> PyResult<RequestId> {
     })
 }
 
+/// An integer of a fixed size that names something of the machine.
+pub(crate) fn number<T: for<'py> FromPyObjectOwned<'py>>(
+    field: &'static str,
+    value: &Bound<'_, PyAny>,
+    expected: &str,
+) -> PyResult<T> {
+    let is_int = value.is_instance_of::<PyInt>() && !value.is_instance_of::<PyBool>();
+    let number = if is_int { value.extract().ok() } else { None };
+    number.ok_or_else(|| {
+        let error = headrace_core::Error::config(field, repr(value), expected);
+        to_py(value.py(), &error)
+    })
+}
+
 /// Token ids as they come: an int64 array, or anything that is a sequence of integers.
 pub(crate) fn tokens(field: &'static str, value: &Bound<'_, PyAny>) -> PyResult<Box<[u32]>> {
     let py = value.py();

@@ -8,8 +8,11 @@ use headrace_core as core;
 use headrace_device as device;
 use pyo3::prelude::*;
 
+use crate::convert::number;
 use crate::copy::injection;
 use crate::door::{Door, Home, timeout as to_duration};
+use crate::error::to_py;
+use crate::exit;
 use crate::region::HostMemory;
 
 #[pyclass(frozen, module = "headrace._core")]
@@ -87,19 +90,39 @@ pub(crate) struct EventWaiter {
 #[pymethods]
 impl EventWaiter {
     #[new]
-    fn new(py: Python<'_>, ordinal: u32) -> PyResult<Self> {
+    fn new(py: Python<'_>, ordinal: &Bound<'_, PyAny>) -> PyResult<Self> {
         let home = Home::here();
+        let ordinal = number("ordinal", ordinal, "the index of a GPU in [0, 2^32)")?;
         let inner = py.enter(home, || device::EventWaiter::new(ordinal))?;
         Ok(Self { inner, home })
     }
 
-    fn wait(&self, py: Python<'_>, event_handle: u64, timeout: f64) -> PyResult<bool> {
+    fn wait(
+        &self,
+        py: Python<'_>,
+        event_handle: &Bound<'_, PyAny>,
+        timeout: f64,
+    ) -> PyResult<bool> {
+        let event: u64 = number("event_handle", event_handle, "a handle in [0, 2^64)")?;
+        if timeout.is_nan() {
+            let nan = core::Error::config("timeout", timeout, "a number of seconds");
+            return Err(to_py(py, &nan));
+        }
         let timeout = to_duration(py, Some(timeout))?.unwrap_or(Duration::MAX);
         let began_ns = device::monotonic_ns();
         let over = py.wait(self.home, Some(timeout), |slice| {
-            let over = self.inner.wait(event_handle, began_ns, slice)?;
+            let over = self.inner.wait(event, began_ns, slice)?;
             Ok(over.then_some(()))
         })?;
+        if over.is_none() && exit::exiting() {
+            // The wait may have been cut short.
+            let reason = "the interpreter exits".to_owned();
+            return Err(to_py(py, &core::Error::Closed { reason }));
+        }
         Ok(over.is_some())
+    }
+
+    fn close(&self) {
+        self.inner.close();
     }
 }

@@ -69,6 +69,29 @@ fn what_still_runs_keeps_its_memory_for_ever() {
     assert_eq!(found, &held[..run.1]);
 }
 
+#[test]
+fn a_compute_stream_that_still_runs_keeps_pinned_memory_for_ever() {
+    let rig = Rig::new(true);
+    rig.fake.stick(COMPUTE);
+    let word = rig.device.word().unwrap();
+    rig.device.wait_value(Stream::Compute, word, 0).unwrap();
+    let pinned = rig.fake.pinned();
+    let Rig {
+        fake,
+        device,
+        world,
+    } = rig;
+    fake.take_calls();
+    let began = monotonic_ns();
+    drop((device, world));
+    assert!(monotonic_ns() - began < 10 * DROP_WAIT_NS);
+    assert_eq!(fake.pinned(), pinned);
+    let waits_for_all = |call: &Call| matches!(call, Call::Unregister(_) | Call::FreePinned(_));
+    assert!(!fake.take_calls().iter().any(waits_for_all));
+    fake.unstick(COMPUTE);
+    fake.run(); // the flag is still there
+}
+
 /// Address and length on the host of the first plane of the first page of a store.
 fn copy_of_page(memory: &CopyMemory) -> (u64, usize) {
     let planes = memory.planes();

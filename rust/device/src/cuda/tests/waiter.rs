@@ -32,8 +32,8 @@ fn what_is_over_is_not_waited_for_and_what_never_ends_is_given_up() {
 }
 
 #[test]
-fn the_end_of_a_step_ends_a_wait_that_spins_and_one_that_pauses() {
-    for step_ms in [5, 80] {
+fn the_end_of_a_step_ends_waits_that_spin_yield_and_pause() {
+    for step_ms in [0, 5, 80] {
         let fake = Fake::new(false);
         let (waiter, event) = queued(&fake);
         let ran = AtomicBool::new(false);
@@ -47,6 +47,32 @@ fn the_end_of_a_step_ends_a_wait_that_spins_and_one_that_pauses() {
             fake.run();
             waiting.join().unwrap();
         });
+    }
+}
+
+#[test]
+fn closing_ends_the_waits_of_every_thread_and_no_look_at_what_is_over() {
+    for began_ago_ns in [0, 5_000_000, 80_000_000] {
+        let fake = Fake::new(false);
+        let (waiter, event) = queued(&fake);
+        std::thread::scope(|scope| {
+            let waits = [LONG, Duration::MAX].map(|limit| {
+                let waiter = &waiter;
+                let began_ns = monotonic_ns().saturating_sub(began_ago_ns);
+                scope.spawn(move || waiter.wait(event as u64, began_ns, limit))
+            });
+            std::thread::park_timeout(Duration::from_millis(5));
+            waiter.close();
+            for wait in waits {
+                let refused = wait.join().unwrap().unwrap_err();
+                let text = "engine is closed: closed while a step was on the GPU";
+                assert_eq!(refused.to_string(), text);
+            }
+        });
+        let refused = waiter.wait(event as u64, 0, Duration::ZERO);
+        assert!(matches!(refused, Err(Error::Closed { .. })));
+        fake.run();
+        assert!(waiter.wait(event as u64, 0, Duration::ZERO).unwrap());
     }
 }
 
