@@ -20,7 +20,7 @@ from headrace.backends.cuda.kv import KVKernels, QKNorm, Rotary, max_splits, slo
 from headrace.backends.torch_ops import TorchBackend
 from headrace.errors import ConfigError
 from headrace.kv.codecs import unrotate_outputs
-from headrace.kv.formats import KVLayout, parse_kv_format
+from headrace.kv.formats import KVFormat, KVLayout, parse_kv_format
 from headrace.kv.planes import PlanePool
 from headrace.layers import rope
 from headrace.layers.rope import RotaryEmbedding
@@ -230,6 +230,34 @@ def test_fused_append_norms_turns_and_encodes(head_dim, wide, fraction, append_f
         wanted.append(0, pages, torch.zeros_like(pages), k_auto.cpu(), v.cpu())
         for name, tensor in wanted.tensors.items():
             assert torch.equal(quantised.tensors[name].cpu(), tensor), (kv_format.label, name)
+
+
+@pytest.mark.parametrize(("dtype", "exponent"), [(BF16, -130), (FP16, -18)])
+def test_norms_with_results_below_the_normal_numbers(dtype, exponent, append_form):
+    kv_format = KVFormat(name="auto", model_dtype=dtype)
+    q, k, v = fused_inputs(128, 6, 2, 21, gated=False, dtype=dtype)
+    pages = torch.arange(21, device=DEVICE)
+    pool = new_pool(kv_format, layers=1, kv_heads=2, head_dim=128, pages=21, page_tokens=1)
+    outs = []
+    for weight in (torch.ones(128, device=DEVICE), noise(128, seed=5) * 2.0**exponent):
+        weight = weight.to(dtype)
+        outs.append(torch.empty_like(q, memory_format=torch.contiguous_format))
+        kernels_of(pool, group=3).append_fused(
+            0,
+            pages,
+            torch.zeros_like(pages),
+            pages,
+            q,
+            k,
+            v,
+            q_out=outs[-1],
+            norm=QKNorm(q=weight, k=weight, eps=1e-6, wide=False),
+            rotary=None,
+        )
+    expected = (outs[0].cpu().float() * weight.cpu().float()).to(dtype)
+    sizes = expected.float().abs()
+    assert ((sizes > 0) & (sizes < torch.finfo(dtype).tiny)).any()
+    assert torch.equal(outs[1].cpu(), expected)
 
 
 @pytest.mark.parametrize("heads", [(9, 3), (24, 4), (32, 8), (12, 2), (5, 1)], ids=str)
