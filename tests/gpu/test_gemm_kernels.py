@@ -166,6 +166,7 @@ def test_a_chain_of_early_products_reads_what_was_written_before_it():
     for early in (False, True):
         gemm = SkinnyGemm(DEVICE, early=early)
         buffers.fill_(torch.nan)
+        torch.cuda.synchronize()  # the other stream is not behind this one
         graph = torch.cuda.CUDAGraph()
         for capture in (False, True):
             with torch.cuda.graph(graph) if capture else torch.cuda.stream(torch.cuda.Stream()):
@@ -187,6 +188,7 @@ def test_a_product_beside_another_ends_after_it():
              for i in range(6)]  # fmt: skip
     norm = torch.ones(1024, device=DEVICE, dtype=BF16)
     x = noise(20, 1024, dtype=BF16)
+    torch.cuda.synchronize()  # the other stream is not behind this one
     results = []
     for early in (False, True):
         gemm = SkinnyGemm(DEVICE, early=early)
