@@ -4,6 +4,7 @@ import contextlib
 import threading
 import time
 import types
+from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -26,8 +27,8 @@ PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)
-def stuck_gpus(monkeypatch):
-    monkeypatch.setattr(deadline, "_stuck_gpus", set())
+def given_up(monkeypatch):
+    monkeypatch.setattr(deadline, "_given_up", defaultdict(list))
 
 
 class FakeWaiter:
@@ -99,7 +100,42 @@ def test_once_closed_only_what_is_over_is_handed_out():
     assert waits.gave_up
     with pytest.raises(errors.EngineClosed):
         waits.check()
-    deadline.check_gpu(torch.device("cuda", GPU))  # nobody knows that it is stuck
+
+
+class Interrupted(FakeWaiter):
+    def wait(self, event_handle, timeout):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("waiter", "error"),
+    [(FakeWaiter(), errors.StepTimeout), (Interrupted(), KeyboardInterrupt)],
+    ids=["late", "interrupted"],
+)
+def test_a_gpu_takes_an_engine_once_what_was_given_up_is_over(monkeypatch, waiter, error):
+    waits = StepWaits(waiter, LIMIT_S, GPU)
+    with pytest.raises(error):
+        waits.wait(event(8))
+    assert waits.gave_up
+    gpu = torch.device("cuda", GPU)
+    monkeypatch.setattr(deadline, "EventWaiter", lambda _index: FakeWaiter())
+    for _ in range(2):
+        with pytest.raises(errors.StepTimeout, match="try again later, or start over"):
+            deadline.check_gpu(gpu)
+    later = FakeWaiter(8)
+    monkeypatch.setattr(deadline, "EventWaiter", lambda _index: later)
+    deadline.check_gpu(gpu)
+    deadline.check_gpu(gpu)
+    assert [handle for handle, _ in later.asked] == [8], "looked at once, and dropped"
+
+
+def test_after_a_timeout_a_close_does_not_change_the_error():
+    waits = StepWaits(FakeWaiter(), LIMIT_S, GPU)
+    with pytest.raises(errors.StepTimeout):
+        waits.wait(event(8))
+    waits.close()
+    with pytest.raises(errors.StepTimeout):
+        waits.wait(event(9))
 
 
 def test_a_wait_on_another_thread_ends_when_it_is_closed():
@@ -127,10 +163,11 @@ def test_no_engine_is_made_on_a_gpu_with_a_stuck_step(monkeypatch):
     with pytest.raises(errors.StepTimeout):
         StepWaits(FakeWaiter(), LIMIT_S, GPU).wait(event(8))
     gpu = torch.device("cuda", GPU)
+    monkeypatch.setattr(deadline, "EventWaiter", lambda _index: FakeWaiter())
     monkeypatch.setattr("headrace.engine.choose_device", lambda _config: gpu)
     made = []
     monkeypatch.setattr("headrace.engine.make_backend", lambda *_, **__: made.append(0))
-    with pytest.raises(errors.StepTimeout, match=f"may still run on cuda:{GPU}: start over"):
+    with pytest.raises(errors.StepTimeout, match=f"may still run on cuda:{GPU}: try again"):
         Engine(EngineConfig(model="smollm2-135m", load_format="dummy"))
     assert made == []
     deadline.check_gpu(torch.device("cuda", GPU + 1))

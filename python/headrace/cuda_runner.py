@@ -8,9 +8,10 @@ one runs and the device goes from one to the other.
 
 Invariants: the host side of the staging memory is written only after the last copy out of it has
 ended; a padding row has page and slot -1 and length 0, and touches nothing; the tokens on the
-device are those of the step `_tokens_of`, if there is one. Every wait for the device has an end
-(`StepWaits`). No locks: calls must not overlap, but for `end_waits` and the `wait` of a launched
-step, which only gives a ticket back (a list takes one and gives one under the GIL).
+device are those of the step `_tokens_of`, if there is one. Every wait for a step has an end
+(`StepWaits`); a launch itself waits without one where the driver's queue is full. No locks: calls
+must not overlap, but for `end_waits` and the `wait` of a launched step, which only gives a ticket
+back (a list takes one and gives one under the GIL).
 """
 
 import contextlib

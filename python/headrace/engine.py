@@ -181,7 +181,7 @@ class Engine:
         # Re-entrant: a garbage collection inside a forward may run `close` on the same thread.
         self._forward_lock = threading.RLock()
         self._request_count = itertools.count()
-        self._closed = False
+        self._closing = self._closed = False
 
     def _step_bytes(self, kv_format: KVFormat, page_tokens: int) -> int:
         """Bytes to leave free for what steps and graphs allocate; a CPU counts no such thing."""
@@ -373,9 +373,11 @@ class Engine:
     def close(self) -> None:
         """Refuse further work and let the weights and pools go. Idempotent.
 
-        A step that runs on another thread has two seconds to end; then the wait for it ends on a
-        GPU, and raises `EngineClosed` there. A forward on a CPU is waited for.
+        A forward that runs on another thread has two seconds to end; then the wait for it ends on a
+        GPU, and raises `EngineClosed` there, as it does at once for a step that was launched and is
+        waited for. A forward on a CPU is waited for.
         """
+        self._closing = True  # a prompt of many chunks ends with the one that runs
         if not self._forward_lock.acquire(timeout=CLOSE_GRACE_S):
             self.end_waits()
             self._forward_lock.acquire()
@@ -491,8 +493,8 @@ class Engine:
             self.runner.check()
 
     def check_open(self) -> None:
-        """Raise `EngineClosed` after `close`."""
-        if self._closed:
+        """Raise `EngineClosed` once `close` was called."""
+        if self._closing:
             raise EngineClosed("engine is closed: closed by its owner")
 
 

@@ -2,9 +2,9 @@
 
 Reads configurations, never weights. KV bytes come from the functions the KV cache itself uses, on
 the configuration of one rank, so plan and pools cannot drift apart; those of the host tier and of
-steps likewise come from the functions that size them for an engine. What a driver
-and libraries take for themselves is an allowance; not counted is, on a CPU, the second, reordered
-copy of a tied head.
+steps likewise come from the functions that size them for an engine. What a driver and libraries
+take for themselves is an allowance; not counted is, on a CPU, the second, reordered copy of a tied
+head.
 """
 
 from collections.abc import Callable

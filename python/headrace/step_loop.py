@@ -168,7 +168,8 @@ class StepLoop:
     def close(self) -> None:
         """End all requests with `abort`, stop the thread. Idempotent; callable from anywhere.
 
-        A step on a GPU that has not ended after two seconds is given up, and the engine with it.
+        A step on a GPU that has not ended after two seconds is given up, and the engine with it,
+        for all who use it.
         """
         self.scheduler.close()
         if threading.current_thread() is not self._thread:

@@ -55,8 +55,8 @@ def _check_timeouts(config: EngineConfig) -> None:
     if config.host_bytes and config.step_timeout_s <= least:
         raise ConfigError(
             f"step_timeout_s={config.step_timeout_s:g} with copy_timeout_s="
-            f"{config.copy_timeout_s:g}: accepted is more than {least:g}, as a step may wait for "
-            f"copies for {_GATE_COPIES} times copy_timeout_s; raise one or lower the other"
+            f"{config.copy_timeout_s:g}: accepted is more than {least:g}, as one wait of a step "
+            f"for copies may take {_GATE_COPIES} times copy_timeout_s; raise one or lower the other"
         )
 
 

@@ -178,6 +178,7 @@ def _print_table(plan: "MemoryPlan") -> None:
         (f"KV a slot of {plan.context:,} tokens", plan.kv_bytes_per_slot),
         *_page_rows(plan),
         ("state a slot", plan.state_bytes_per_slot),
+        ("states of slots and copies", plan.state_bytes_total),
         ("workspace (estimate)", plan.workspace_bytes),
         ("GPU scratch, allowance", plan.gpu_step_bytes),
         ("total", plan.total_bytes),

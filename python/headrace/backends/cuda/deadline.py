@@ -1,8 +1,9 @@
 """The wait of the host for a GPU, which has an end.
 
-Owns the time limit, whether a wait of an engine ended without its event, and on which GPUs of this
-process one passed the limit. A step that has not ended may still write to pages and staging memory,
-and a GPU cannot be made to let it go. So from then on, and once the engine closes its waits:
+Owns the time limit, whether a wait of an engine ended without its event, and for each GPU of this
+process the events that were given up. A step that has not ended may still write to pages and
+staging memory, and a GPU cannot be made to let it go. So from then on, and once the engine closes
+its waits:
 
 - `check` raises. It comes before the copies, the arrays and the kernels of a step, so that none of
   these is started in pages of the step that is stuck, which the scheduler has back by then. Stores
@@ -15,9 +16,10 @@ and a GPU cannot be made to let it go. So from then on, and once the engine clos
 Waits may overlap with one another and with a launch: who launched a step waits for it outside of
 the engine's lock. The flags are only ever set, and a wait touches nothing else. A launch that was
 checked before such a wait ended is queued behind the stuck step, and ends like it for its waiter.
-The set of GPUs changes under the GIL alone.
+The events that were given up change under the GIL alone.
 """
 
+from collections import defaultdict
 from typing import Protocol
 
 import torch
@@ -25,19 +27,31 @@ import torch
 from headrace._core import EventWaiter
 from headrace.errors import EngineClosed, StepTimeout
 
-_stuck_gpus: set[int] = set()
+# Events that were not over when their wait ended, by GPU. Torch keeps no event for whoever is gone.
+_given_up: defaultdict[int, list[torch.cuda.Event]] = defaultdict(list)
+# What a step that was cut off may still take before another engine is refused, in seconds.
+_PATIENCE_S = 1.0
 
 
 def check_gpu(device: torch.device) -> None:
-    """Raise `StepTimeout` for a GPU on which a step of this process did not end in time.
+    """Return once the steps of this process that were given up on a GPU are over.
 
-    To make an engine there would wait for that step without an end.
+    Raises
+    ------
+    StepTimeout
+        One is not, after a second. To make an engine there would wait for it without an end.
+    DeviceError
+        The device reports a fault.
     """
-    if device.index in _stuck_gpus:
-        raise StepTimeout(
-            "a step of an earlier engine has not ended within its step_timeout_s and may still "
-            f"run on {device}: start over in a new process"
-        )
+    assert device.index is not None, "resolved by the engine"
+    events = _given_up[device.index]
+    while events:
+        if not EventWaiter(device.index).wait(events[-1].cuda_event, _PATIENCE_S):
+            raise StepTimeout(
+                f"a step of an earlier engine was given up and may still run on {device}: try "
+                "again later, or start over in a new process"
+            )
+        events.pop()
 
 
 class Waiter(Protocol):
@@ -110,10 +124,16 @@ class StepWaits:
         timeout_s = 0.0 if self._stuck else self._timeout_s
         try:
             over = self._waiter.wait(handle, timeout_s)
-        except EngineClosed:
-            self.gave_up = True
+        except BaseException:  # closed, a fault, or Ctrl-C: nobody knows when it is over
+            self._give_up(event)
+            if self._stuck:
+                self.check()
             raise
         if not over:
-            self.gave_up = self._stuck = True
-            _stuck_gpus.add(self._index)
+            self._give_up(event)
+            self._stuck = True
             self.check()
+
+    def _give_up(self, event: torch.cuda.Event) -> None:
+        self.gave_up = True
+        _given_up[self._index].append(event)
