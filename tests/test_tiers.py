@@ -11,26 +11,27 @@ import pytest
 from headrace import ConfigError, SamplingParams
 from headrace.errors import HeadraceError, OutOfPages
 from headrace.llm import LLM
-from tier_cases import FORMATS, MODELS, PAGE, POLICIES, Plain, params, prompt, run, settle, wait_for
-
-LONG = prompt(5 * PAGE + 10)
-NOISE = [prompt(4 * PAGE + 3, seed) for seed in (1, 2)]
-SHORT = params(4)
+from tier_cases import (
+    FORMATS,
+    LONG,
+    MODELS,
+    NOISE,
+    PAGE,
+    POLICIES,
+    SHORT,
+    Plain,
+    params,
+    plain_engines,
+    prompt,
+    run,
+    settle,
+    wait_for,
+)
 
 
 @pytest.fixture(scope="module")
 def plain(tiny):
-    """A plain engine by model and format, once a module."""
-    made = {}
-
-    def get(model="tiny_qwen3", name="auto"):
-        if (model, name) not in made:
-            made[model, name] = Plain(tiny(model).path, **FORMATS[name])
-        return made[model, name]
-
-    yield get
-    for one in made.values():
-        one.llm.close()
+    yield from plain_engines(tiny)
 
 
 @pytest.fixture(scope="module")

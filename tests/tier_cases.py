@@ -26,6 +26,12 @@ def params(max_tokens, **options):
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True, logprobs=1, **options)
 
 
+# A prompt of five whole pages and a part, others that push it out, and a few tokens of an answer.
+LONG = prompt(5 * PAGE + 10)
+NOISE = [prompt(4 * PAGE + 3, seed) for seed in (1, 2)]
+SHORT = params(4)
+
+
 class Plain:
     """The model with fixed slots and no cache, one request at a time; remembers its answers."""
 
@@ -104,3 +110,17 @@ def refused(call):
     except OutOfPages as error:
         return str(error)
     raise AssertionError("not refused")
+
+
+def plain_engines(tiny, **options):
+    """What a fixture yields: a function that gives the `Plain` of a model and format, made once."""
+    made = {}
+
+    def get(model="tiny_qwen3", name="auto"):
+        if (model, name) not in made:
+            made[model, name] = Plain(tiny(model).path, **options, **FORMATS[name])
+        return made[model, name]
+
+    yield get
+    for one in made.values():
+        one.llm.close()

@@ -10,26 +10,24 @@ import torch
 
 from headrace import EngineConfig, SamplingParams
 from headrace.bench.loadback import bench_loadback, room
-from tier_cases import FORMATS, MODELS, PAGE, Plain, params, prompt, run, settle
-
-LONG = prompt(5 * PAGE + 10)
-NOISE = [prompt(4 * PAGE + 3, seed) for seed in (1, 2)]
-SHORT = params(4)
+from tier_cases import (
+    FORMATS,
+    LONG,
+    MODELS,
+    NOISE,
+    PAGE,
+    SHORT,
+    params,
+    plain_engines,
+    prompt,
+    run,
+    settle,
+)
 
 
 @pytest.fixture(scope="module")
 def plain(tiny):
-    made = {}
-
-    def get(model, name="auto"):
-        if (model, name) not in made:
-            options = {"device": "cuda", "dtype": "bfloat16", **FORMATS[name]}
-            made[model, name] = Plain(tiny(model).path, **options)
-        return made[model, name]
-
-    yield get
-    for one in made.values():
-        one.llm.close()
+    yield from plain_engines(tiny, device="cuda", dtype="bfloat16")
 
 
 def poisoned(llm):

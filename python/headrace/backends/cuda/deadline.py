@@ -27,7 +27,7 @@ import torch
 from headrace._core import EventWaiter
 from headrace.errors import EngineClosed, StepTimeout
 
-# Events that were not over when their wait ended, by GPU. Torch keeps no event for whoever is gone.
+# Events that were not over when their wait ended, by GPU. Kept here, as they end with their owners.
 _given_up: defaultdict[int, list[torch.cuda.Event]] = defaultdict(list)
 # What a step that was cut off may still take before another engine is refused, in seconds.
 _PATIENCE_S = 1.0
