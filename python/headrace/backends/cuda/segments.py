@@ -1,0 +1,135 @@
+"""Prompts of a step as the kernels read them: records in memory of the device (cuda/segments.cuh).
+
+Kernels take what differs from step to step from there, so that a captured graph serves any prompts
+that fit. No state, no locks.
+"""
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import torch
+
+from headrace.models.batch import PrefillSegment
+from headrace.models.hybrid_config import DELTA_CHUNK
+
+GROUP = 32  # records that stand together
+_RECORD = struct.Struct("<Qiiiiii")
+GROUP_BYTES = GROUP * _RECORD.size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentGroup:
+    """Up to 32 segments of one launch.
+
+    address: of the records; tokens: of all together; count: segments, the first of the records.
+    chunks: what is between absolute multiples of 64, a part of one included. In a captured graph
+    these are the most there may be.
+    """
+
+    address: int
+    tokens: int
+    count: int
+    chunks: int
+
+
+class DeviceSegments(Sequence[PrefillSegment]):
+    """Segments of a step, and their records on the device.
+
+    memory: uint8, `nbytes_for(len(segments))`, of which whoever makes this sends the `records`.
+    """
+
+    def __init__(self, segments: Sequence[PrefillSegment], memory: torch.Tensor) -> None:
+        self._segments = tuple(segments)
+        self._memory = memory
+        # The longest first, so that the last work of a launch is short.
+        ordered = sorted(self._segments, key=lambda segment: -segment.start - segment.length)
+        self.members = [ordered[at : at + GROUP] for at in range(0, len(ordered), GROUP)]
+        start = memory.data_ptr()
+        self.groups = [
+            _group(members, start + index * GROUP_BYTES)
+            for index, members in enumerate(self.members)
+        ]
+
+    @classmethod
+    def sent(cls, segments: Sequence[PrefillSegment], device: torch.device) -> "DeviceSegments":
+        """Segments whose records are sent now."""
+        memory = torch.zeros(nbytes_for(len(segments)), dtype=torch.uint8, device=device)
+        made = cls(segments, memory)
+        memory.copy_(torch.frombuffer(made.records(), dtype=torch.uint8))
+        return made
+
+    @classmethod
+    def captured(cls, tokens: int, count: int, memory: torch.Tensor) -> "DeviceSegments":
+        """What a graph is captured with: room for so many segments of so many tokens in all.
+
+        memory: one group. It has no segments of its own but one in the place of all.
+        """
+        table = torch.empty(0, dtype=torch.int32, device=memory.device)
+        whole = PrefillSegment(table=table, state_slot=-1, start=0, length=tokens, offset=0)
+        made = cls([whole], memory)
+        # A segment that begins and ends inside of a chunk has two that are not whole.
+        chunks = tokens // DELTA_CHUNK + 2 * count
+        made.groups = [
+            SegmentGroup(address=memory.data_ptr(), tokens=tokens, count=count, chunks=chunks)
+        ]
+        return made
+
+    def records(self) -> bytearray:
+        """The content of the memory; padded by records without tokens."""
+        packed = bytearray(nbytes_for(len(self._segments)))
+        for group, members in enumerate(self.members):
+            for index, segment in enumerate(members):
+                assert isinstance(segment.table, torch.Tensor), "a table of the device"
+                assert segment.table.dtype == torch.int32, "a block table is int32"
+                _RECORD.pack_into(
+                    packed,
+                    group * GROUP_BYTES + index * _RECORD.size,
+                    segment.table.data_ptr(),
+                    segment.table.shape[0],
+                    segment.start,
+                    segment.length,
+                    segment.offset,
+                    segment.state_slot,
+                    0,
+                )
+        return packed
+
+    @overload
+    def __getitem__(self, index: int) -> PrefillSegment: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[PrefillSegment]: ...
+
+    def __getitem__(self, index: int | slice) -> PrefillSegment | Sequence[PrefillSegment]:
+        return self._segments[index]
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    def __iter__(self) -> Iterator[PrefillSegment]:
+        return iter(self._segments)
+
+
+def on_device(segments: Sequence[PrefillSegment], device: torch.device) -> DeviceSegments:
+    """The segments with their records, which are sent now unless they have been."""
+    if isinstance(segments, DeviceSegments):
+        return segments
+    return DeviceSegments.sent(segments, device)
+
+
+def nbytes_for(count: int) -> int:
+    """Bytes of the records of so many segments."""
+    return -(-count // GROUP) * GROUP_BYTES
+
+
+def _group(members: Sequence[PrefillSegment], address: int) -> SegmentGroup:
+    return SegmentGroup(
+        address=address,
+        tokens=sum(segment.length for segment in members),
+        count=len(members),
+        chunks=sum(
+            -(-(segment.start % DELTA_CHUNK + segment.length) // DELTA_CHUNK) for segment in members
+        ),
+    )
