@@ -15,23 +15,21 @@
 #include "async_copy.cuh"
 #include "barrier.cuh"
 #include "kv_common.cuh"
+#include "segments.cuh"
 #include "wgmma.cuh"
 
 constexpr int PANEL = 64 * 128;  // bytes of 64 values of 64 rows
 constexpr int QUERIES = 64;      // of a tile
 constexpr int KEYS = 64;         // of a block
-constexpr int MAX_SEGMENTS = 32;
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
-// Tokens start..start+tokens-1 of a request; queries and results are rows row..row+tokens-1. first_unit:
-// how many units the segments before it have.
-struct Segment {
-    const u32* table;
-    int max_pages, start, tokens, row, first_unit, padding;
-};
-struct Segments {
-    Segment of[MAX_SEGMENTS];
-    int count, kv_heads, group;
+// Prompts of a launch: all of `of`, or `only` that one, whose KV lies in a workspace then: page 0 of it,
+// which is the entry of `workspace`.
+struct Prompts {
+    const Segment* of;
+    int only;
+    const u32* workspace;
+    int kv_heads, group;
 };
 
 template <int D, int CONSUMERS>
@@ -140,23 +138,30 @@ struct Source {
     const u32* k0;
 };
 
-// The number of a unit is index * kv_heads + kv_head; those of a segment come longest first.
+// The number of a unit is index * kv_heads + kv_head; those of a segment come longest first. By a warp.
 template <int CONSUMERS>
 struct Unit {
-    int segment = 0, kv_head, first_item, items;
+    Segment segment;
+    int kv_head, first_item, items, numbers;  // numbers: of all units
 
-    DEVICE Unit(const Segments& segments, int number) {
-        kv_head = number % segments.kv_heads;
-        const int index = number / segments.kv_heads;
-#pragma unroll
-        for (int step = MAX_SEGMENTS / 2; step > 0; step /= 2) {
-            const int next = segment + step;
-            if (next < segments.count && segments.of[next].first_unit <= index) segment = next;
-        }
-        const Segment& own = segments.of[segment];
-        items = (own.tokens + QUERIES - 1) / QUERIES * segments.group;
+    // False if there is no such unit.
+    DEVICE bool find(const Prompts& prompts, int number) {
+        const auto items_of = [&](const Segment& segment) {
+            return (segment.tokens + QUERIES - 1) / QUERIES * prompts.group;
+        };
+        const auto units_of = [&](const Segment& segment) {
+            const bool counts = prompts.only < 0 || prompts.only == int(threadIdx.x % 32);
+            return counts ? (items_of(segment) + CONSUMERS - 1) / CONSUMERS : 0;
+        };
+        kv_head = number % prompts.kv_heads;
+        const Part part = find_part(prompts.of, number / prompts.kv_heads, units_of);
+        numbers = part.all * prompts.kv_heads;
+        if (part.segment < 0) return false;
+        segment = prompts.of[part.segment];
+        items = items_of(segment);
         const int units = (items + CONSUMERS - 1) / CONSUMERS;
-        first_item = (units - 1 - (index - own.first_unit)) * CONSUMERS;
+        first_item = (units - 1 - part.index) * CONSUMERS;
+        return true;
     }
 };
 
@@ -229,16 +234,18 @@ DEVICE void copy_run(u32 target, int row, const u8* source, i64 row_bytes, int l
 }
 
 template <int D, int CONSUMERS>
-DEVICE void copy_all(const Memory<D, CONSUMERS> memory, const Segments& segments,
-                     const Source& source, u32* drawn, int numbers) {
+DEVICE void copy_all(const Memory<D, CONSUMERS> memory, const Prompts& prompts,
+                     const Source& source, u32* drawn) {
     using S = Shape<D, CONSUMERS>;
     const int warp = threadIdx.x / 32 % 4;
-    const i64 row_bytes = i64(segments.kv_heads) * D * 2;
+    const i64 row_bytes = i64(prompts.kv_heads) * D * 2;
     Copies<S::AHEAD> copies;
     Place<S::RING> to(1);
     Place<Memory<D, CONSUMERS>::UNITS> unit_to(1);
     int queries_phase = 1;
-    int next = int(blockIdx.x);
+    Unit<CONSUMERS> unit;
+    int next = unit.find(prompts, int(blockIdx.x)) ? int(blockIdx.x) : -1;
+    const int numbers = unit.numbers;
     const bool draws = threadIdx.x % 128 == 0;
     while (true) {
         if (draws) {
@@ -251,13 +258,15 @@ DEVICE void copy_all(const Memory<D, CONSUMERS> memory, const Segments& segments
         barrier_wait(memory.unit_full(unit_to.slot), unit_to.phase ^ 1);
         const int number = seen_unit(memory, unit_to);
         if (number < 0) break;
-        const Unit<CONSUMERS> unit(segments, number);
-        const Segment& segment = segments.of[unit.segment];
-        const Pages pages = pages_of(segment.table, segment.max_pages, source.page_tokens,
-                                     source.layer, source.pool_pages, source.window, source.k0);
+        unit.find(prompts, number);
+        const Segment& segment = unit.segment;
+        const bool in_pool = prompts.only < 0;
+        const Pages pages =
+            pages_of(in_pool ? segment.table : prompts.workspace, in_pool ? segment.pages : 1,
+                     source.page_tokens, source.layer, source.pool_pages, source.window, source.k0);
         const int end = segment.start + segment.tokens;
         const int last = min(unit.first_item + CONSUMERS, unit.items) - 1;
-        const int tiles = 2 * blocks_of(segment, last / segments.group);
+        const int tiles = 2 * blocks_of(segment, last / prompts.group);
         i64 from = 0;
         for (int tile = 0; tile < tiles; ++tile) {
             // Of a warp: 16 tokens, which lie in one page.
@@ -278,8 +287,8 @@ DEVICE void copy_all(const Memory<D, CONSUMERS> memory, const Segments& segments
             for (int worker = 0; worker < CONSUMERS; ++worker) {
                 barrier_wait(memory.queries_empty(worker), queries_phase);
                 const int item = min(unit.first_item + worker, last);
-                const int query = item / segments.group * QUERIES + warp * 16;
-                const int head = unit.kv_head * segments.group + item % segments.group;
+                const int query = item / prompts.group * QUERIES + warp * 16;
+                const int head = unit.kv_head * prompts.group + item % prompts.group;
                 const u16* q = source.q + i64(segment.row + query) * source.q_token +
                                i64(head) * source.q_head;
                 copy_run<D>(memory.queries(worker), warp * 16, reinterpret_cast<const u8*>(q),
@@ -410,23 +419,25 @@ DEVICE void attend(const Memory<D, CONSUMERS> memory,
 }
 
 // q, out: 16-bit values, strides in elements, rows at multiples of 16 bytes. k, v: planes
-// [pages, page_tokens, kv_heads, D]. scale: of a score, times log2(e). numbers: of units.
+// [pages, page_tokens, kv_heads, D]. only, workspace: see `Prompts`. scale: of a score, times log2(e).
 template <int DT, int D, int CONSUMERS>
 __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
-    attention_prefill(const __grid_constant__ Segments segments, int page_tokens, u32 layer,
-                      u32 pool_pages, u32 window, const u32* k0, const u8* k, const u8* v,
-                      const u16* q, i64 q_token, i64 q_head, u16* out, i64 out_token, i64 out_head,
-                      float scale, u32* drawn, int numbers) {
+    attention_prefill(const Segment* segments, int only, const u32* workspace, int kv_heads,
+                      int group, int page_tokens, u32 layer, u32 pool_pages, u32 window,
+                      const u32* k0, const u8* k, const u8* v, const u16* q, i64 q_token,
+                      i64 q_head, u16* out, i64 out_token, i64 out_head, float scale,
+                      u32* drawn) {
     using S = Shape<D, CONSUMERS>;
     extern __shared__ u8 bytes[];
     const Memory<D, CONSUMERS> memory{(shared_address(bytes) + 1023) & ~1023u};
+    const Prompts prompts{segments, only, workspace, kv_heads, group};
     if (threadIdx.x == 0) memory.init();
     __syncthreads();
     const int worker = int(threadIdx.x / 128) - 1;
     if (worker < 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::COPY_REGISTERS));
         const Source source{q, q_token, q_head, k, v, page_tokens, layer, pool_pages, window, k0};
-        copy_all<D, CONSUMERS>(memory, segments, source, drawn, numbers);
+        copy_all<D, CONSUMERS>(memory, prompts, source, drawn);
         return;
     }
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::PRODUCT_REGISTERS));
@@ -437,17 +448,18 @@ __global__ void __launch_bounds__(128 * (CONSUMERS + 1), 1)
         barrier_wait(memory.unit_full(unit_from.slot), unit_from.phase);
         const int number = seen_unit(memory, unit_from);
         if (number < 0) break;
-        const Unit<CONSUMERS> unit(segments, number);
-        const Segment& segment = segments.of[unit.segment];
+        Unit<CONSUMERS> unit;
+        unit.find(prompts, number);
+        const Segment& segment = unit.segment;
         const int last = min(unit.first_item + CONSUMERS, unit.items) - 1;
-        const int blocks = blocks_of(segment, last / segments.group);
+        const int blocks = blocks_of(segment, last / prompts.group);
         barrier_wait(memory.queries_full(worker), queries_phase);
         queries_phase ^= 1;
         const int item = unit.first_item + worker;
         int read = 0;
         if (item <= last) {
-            const int tile = item / segments.group, first = tile * QUERIES;
-            const int head = unit.kv_head * segments.group + item % segments.group;
+            const int tile = item / prompts.group, first = tile * QUERIES;
+            const int head = unit.kv_head * prompts.group + item % prompts.group;
             read = blocks_of(segment, tile);
             attend<DT, D, CONSUMERS>(
                 memory, from, worker,

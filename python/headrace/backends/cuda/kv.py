@@ -428,14 +428,18 @@ class KVKernels:
         assert table.dtype == torch.int32, "a block table is int32"
         assert table.stride(1) == 1, "entries of a row are contiguous"
         assert table.stride(0) == table.shape[1] or table.shape[0] == 1, "table rows are contiguous"
-        if table.shape[1] > 1 and self.pool.page_tokens % TILE_TOKENS:
+        return table.data_ptr(), table.shape[1], *self.places(layer, table.shape[1], low)
+
+    def places(
+        self, layer: int, table_pages: int, low: LowWindow | None
+    ) -> tuple[int, int, int, int, int]:
+        """Arguments of a kernel that say where a page is, of tables with so many of them."""
+        if table_pages > 1 and self.pool.page_tokens % TILE_TOKENS:
             raise ConfigError(
                 f"page_tokens={self.pool.page_tokens}: with several pages a request, accepted is a "
                 f"multiple of {TILE_TOKENS}"
             )
         return (
-            table.data_ptr(),
-            table.shape[1],
             self.pool.page_tokens,
             layer,
             self.pool.pages,

@@ -6,9 +6,7 @@ into a workspace first, one segment at a time. No locks: calls are made by whoev
 
 import functools
 import math
-import struct
 from collections.abc import Sequence
-from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +16,7 @@ from headrace.backends.cuda.kernel import Kernel
 from headrace.backends.cuda.kv import HEAD_DIMS, KVKernels, LowWindow
 from headrace.backends.cuda.loader import load_kernel
 from headrace.backends.cuda.nvrtc import Variant
+from headrace.backends.cuda.segments import SegmentGroup, on_device
 from headrace.errors import ConfigError
 from headrace.kv.formats import AUTO, KVFormat
 
@@ -26,9 +25,6 @@ if TYPE_CHECKING:
 
 _DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16"}
 _QUERIES = 64  # of a tile
-_MAX_SEGMENTS = 32  # of a launch
-_SEGMENT = struct.Struct("<Qiiiiixxxx")
-_SIZES = struct.Struct("<iiixxxx")
 _ALIGNMENT = 16  # of a row of queries or results, in bytes
 # Tiles of a unit, which no bit depends on, by head_dim. Larger units read less, and are for steps
 # that have at least so many of them for a multiprocessor.
@@ -78,7 +74,8 @@ class Workspace:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V `[end, kv_heads, head_dim]` of all tokens; the next call writes there again."""
         keys, values = self._memory[:, : segment.start + segment.length].unbind()
-        self._kernels.gather(layer, _table(segment), 0, k_out=keys, v_out=values, low=low)
+        assert isinstance(segment.table, torch.Tensor), "a table of the device"
+        self._kernels.gather(layer, segment.table, 0, k_out=keys, v_out=values, low=low)
         return keys, values
 
 
@@ -105,7 +102,7 @@ class PrefillAttention:
         self._drawn = torch.zeros(1, dtype=torch.int32, device=device)
         if not self._direct:
             # A workspace is one page, the first.
-            self._first_page = torch.zeros((1, 1), dtype=torch.int32, device=device)
+            self._first_page = torch.zeros(1, dtype=torch.int32, device=device)
 
     def attend(
         self,
@@ -119,7 +116,8 @@ class PrefillAttention:
         """Write attention of rows `segment.offset...` of `q` to the same rows of `out`.
 
         q, out: `[T, query_heads, head_dim]`, rows aligned to 16 bytes. Tables are int32 `[pages]`
-        on the device. The bits of a row depend on its own request alone, up to the row itself.
+        on the device; segments that are not there yet are sent. The bits of a row depend on its own
+        request alone, up to the row itself.
 
         Raises
         ------
@@ -127,70 +125,51 @@ class PrefillAttention:
             A dtype or strides that the kernel cannot read.
         """
         rows = (*self._rows("q", q), *self._rows("out", out))
+        segments = on_device(segments, q.device)
         if self._direct:
             planes = self._kernels.planes[::2]  # without scales
-            tables = [_table(segment) for segment in segments]
-            longest = max(tables, key=len)
-            pages = self._kernels.pages(layer, longest.unsqueeze(0), low)[2:]
-            self._launch(list(zip(segments, tables, strict=True)), pages, planes, rows)
+            pages = self._kernels.places(layer, segments.table_pages, low)
+            for group in segments.groups:
+                self._launch(group, group.tokens, (-1, 0), (*pages, *planes, *rows))
             return
         workspace = Workspace(self._kernels, segments, q.dtype)
-        for segment in segments:
-            keys, values = workspace.gather(layer, segment, low)
-            page = (keys.shape[0], 0, 0, 1, 0)
-            planes = (keys.data_ptr(), values.data_ptr())
-            self._launch([(segment, self._first_page[0])], page, planes, rows)
+        for group, members in zip(segments.groups, segments.members, strict=True):
+            for index, segment in enumerate(members):
+                keys, values = workspace.gather(layer, segment, low)
+                page = (keys.shape[0], 0, 0, 1, 0)
+                planes = (keys.data_ptr(), values.data_ptr())
+                only = (index, self._first_page.data_ptr())
+                self._launch(group, segment.length, only, (*page, *planes, *rows))
 
     def _launch(
-        self,
-        segments: "Sequence[tuple[PrefillSegment, torch.Tensor]]",
-        pages: tuple[int, ...],
-        planes: tuple[int, ...],
-        rows: tuple[int, ...],
+        self, group: SegmentGroup, tokens: int, only: tuple[int, int], rest: tuple[int, ...]
     ) -> None:
-        group = self._kernels.group
-        # The longest first, so that the last units of a launch are short.
-        remaining = iter(sorted(segments, key=lambda entry: -entry[0].start - entry[0].length))
-        while chosen := list(islice(remaining, _MAX_SEGMENTS)):
-            items = [-(-segment.length // _QUERIES) * group for segment, _ in chosen]
-            tiles = self._tiles(items)
-            packed, units = b"", 0
-            for (segment, table), count in zip(chosen, items, strict=True):
-                packed += _SEGMENT.pack(
-                    table.data_ptr(),
-                    table.shape[0],
-                    segment.start,
-                    segment.length,
-                    segment.offset,
-                    units,
-                )
-                units += -(-count // tiles)
-            numbers = units * self._kv_heads
-            self._by_tiles[tiles].launch(
-                (min(numbers, self._processors),),
-                128 * (tiles + 1),
-                (
-                    packed.ljust(_MAX_SEGMENTS * _SEGMENT.size, b"\0")
-                    + _SIZES.pack(len(chosen), self._kv_heads, group),
-                    *pages,
-                    *planes,
-                    *rows,
-                    self._scale,
-                    self._drawn.data_ptr(),
-                    numbers,
-                ),
-            )
-
-    def _tiles(self, items: Sequence[int]) -> int:
-        """Tiles of a unit for segments with so many items."""
-        small, *larger = self._by_tiles
-        enough = _UNITS_EACH * self._processors
-        fitting = [
-            tiles
-            for tiles in larger
-            if self._kv_heads * sum(-(-count // tiles) for count in items) >= enough
-        ]
-        return max(fitting, default=small)
+        """Attention of so many tokens, of all segments of a group or of `only` one of them."""
+        heads = self._kernels.group
+        items = -(-tokens // _QUERIES) * heads
+        # No bit depends on the choice. Short last tiles of many segments are not counted.
+        tiles = max(
+            (
+                tiles
+                for tiles in self._by_tiles
+                if self._kv_heads * -(-items // tiles) >= _UNITS_EACH * self._processors
+            ),
+            default=min(self._by_tiles),
+        )
+        most = (-(-(items + group.count * heads) // tiles) + group.count) * self._kv_heads
+        self._by_tiles[tiles].launch(
+            (min(most, self._processors),),
+            128 * (tiles + 1),
+            (
+                group.address,
+                *only,
+                self._kv_heads,
+                heads,
+                *rest,
+                self._scale,
+                self._drawn.data_ptr(),
+            ),
+        )
 
     def _rows(self, name: str, x: torch.Tensor) -> tuple[int, int, int]:
         """Address and strides of `x [T, heads, head_dim]`."""
@@ -202,12 +181,6 @@ class PrefillAttention:
                 f"{self._dtype} with rows aligned to {_ALIGNMENT} bytes"
             )
         return x.data_ptr(), *strides
-
-
-def _table(segment: "PrefillSegment") -> torch.Tensor:
-    assert isinstance(segment.table, torch.Tensor), "a table of the device"
-    assert segment.table.dtype == torch.int32, "a block table is int32"
-    return segment.table
 
 
 @functools.cache

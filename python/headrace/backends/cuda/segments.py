@@ -37,7 +37,8 @@ class SegmentGroup:
 class DeviceSegments(Sequence[PrefillSegment]):
     """Segments of a step, and their records on the device.
 
-    memory: uint8, `nbytes_for(len(segments))`, of which whoever makes this sends the `records`.
+    memory: uint8, `nbytes_for(len(segments))`, to which whoever makes this sends the `records`.
+    table_pages: of the longest table. members: the segments of each group, in the order of records.
     """
 
     def __init__(self, segments: Sequence[PrefillSegment], memory: torch.Tensor) -> None:
@@ -46,6 +47,7 @@ class DeviceSegments(Sequence[PrefillSegment]):
         # The longest first, so that the last work of a launch is short.
         ordered = sorted(self._segments, key=lambda segment: -segment.start - segment.length)
         self.members = [ordered[at : at + GROUP] for at in range(0, len(ordered), GROUP)]
+        self.table_pages = max((len(segment.table) for segment in ordered), default=0)
         start = memory.data_ptr()
         self.groups = [
             _group(members, start + index * GROUP_BYTES)
