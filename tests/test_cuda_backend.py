@@ -9,13 +9,23 @@ import numpy as np
 import pytest
 import torch
 
-from headrace import ConfigError, Engine, EngineConfig
+from headrace import ConfigError, Engine, EngineConfig, SamplingParams
 from headrace._core import CudaDevice, SamplingSpec, build_plan
 from headrace.backends.cuda import gemm, loader, many_rows
 from headrace.backends.cuda.kernel import Parameters
 from headrace.backends.cuda.loader import CudaUnavailable, KernelError, Variant
 from headrace.backends.cuda.memory import RESERVE_BYTES, step_bytes
-from headrace.backends.cuda.step_arrays import StepArrays, StepShape, shape_of
+from headrace.backends.cuda.segments import DeviceSegments, nbytes_for
+from headrace.backends.cuda.step_arrays import (
+    DECODE,
+    PROMPT_TOKENS,
+    PROMPTS,
+    WHOLE,
+    StepArrays,
+    StepShape,
+    prompt_sizes,
+    shape_of,
+)
 from headrace.backends.select import choose_device
 from headrace.backends.torch_ops import TorchBackend
 from headrace.engine import _tier_bytes_beside
@@ -23,7 +33,7 @@ from headrace.kv.formats import AUTO, FP8, KVFormat
 from headrace.layers import block_fp8
 from headrace.loading.build import load_model
 from headrace.loading.resolve import resolve_model
-from headrace.models.batch import TokenFeed
+from headrace.models.batch import PrefillSegment, TokenFeed
 from headrace.models.known import KNOWN_CONFIGS
 from headrace.tiers import HostSizes
 
@@ -45,7 +55,7 @@ def decode_plan(rows):
 
 def test_a_decode_plan_is_padded_to_the_width():
     arrays, host = packed(StepShape(tokens=4, decode_rows=4, table_pages=1), extra=8)
-    arrays.fill(decode_plan([(7, 30), (2, 0), (5, 63)]), 512)
+    arrays.fill(decode_plan([(7, 30), (2, 0), (5, 63)]), 512, DECODE)
     device = {name: values.tolist() for name, values in arrays.device.items()}
     assert device["token_ids"] == [100, 101, 102, 0]
     assert device["positions"] == [30, 0, 63, 0]
@@ -58,12 +68,12 @@ def test_a_decode_plan_is_padded_to_the_width():
     assert device["stream_k0"] == [0]
     assert (host[-8:] == 0x55).all(), "nothing is written beyond the shape"
     # A smaller step after it leaves nothing of the larger one.
-    arrays.fill(decode_plan([(3, 1)]), 512)
+    arrays.fill(decode_plan([(3, 1)]), 512, DECODE)
     assert arrays.device["lengths"].tolist() == [2, 0, 0, 0]
     assert arrays.device["token_pages"].tolist() == [3, -1, -1, -1]
     # A step that is fed by the one before it, but for one row.
     ids, sources = np.array([0, 8]), np.array([3, -1])
-    arrays.fill(decode_plan([(3, 1), (4, 1)]), 512, token_ids=ids, sources=sources)
+    arrays.fill(decode_plan([(3, 1), (4, 1)]), 512, DECODE, token_ids=ids, sources=sources)
     assert arrays.device["token_ids"].tolist() == [0, 8, 0, 0]
     assert arrays.device["token_sources"].tolist() == [3, -1, -1, -1]
     arrays.pad()
@@ -73,19 +83,131 @@ def test_a_decode_plan_is_padded_to_the_width():
     assert not arrays.device["lengths"].any()
 
 
+def segment_records(arrays):
+    """Records in the order of the device: (entries of the table, start, tokens, row, slot)."""
+    found = []
+    tables = arrays.device["segment_tables"]
+    for record in arrays.host["segments"].reshape(-1, 4):
+        address, (pages, start, tokens, row, slot, padding) = record[0], record[1:].view(np.int32)
+        assert padding == 0
+        if tokens:
+            first = (int(address) - tables.data_ptr()) // 4
+            entries = tables[first : first + pages].tolist()
+            found.append((entries, *map(int, (start, tokens, row, slot))))
+        else:
+            assert not record.any(), "what is not used is zero"
+    return found
+
+
 def test_a_prefill_plan_is_packed_exactly():
     rows = [(1, 4, 64, [1, 2, 3], SPEC, [], []), (2, 6, 0, [9, 8], None, [], [])]
     plan = build_plan(rows, decode=False)
-    shape = shape_of(plan)
-    assert shape == StepShape(tokens=5, decode_rows=0, table_pages=1, samples=1, segment_pages=2)
+    shape = shape_of(plan, WHOLE)
+    assert shape == shape_of(plan, PROMPTS)
+    assert shape == StepShape(
+        tokens=5, decode_rows=0, table_pages=1, samples=1, segments=2, segment_pages=2
+    )
     arrays, _ = packed(shape)
-    arrays.fill(plan, 512)
+    arrays.fill(plan, 512, WHOLE)
     device = {name: values.tolist() for name, values in arrays.device.items()}
     assert device["token_ids"] == [1, 2, 3, 9, 8]
     assert device["positions"] == [64, 65, 66, 0, 1]
     assert device["token_pages"] == [4, 4, 4, 6, 6]
     assert device["sample_index"] == [2]
     assert device["segment_tables"] == [4, 6]
+    assert segment_records(arrays) == [([4], 64, 3, 0, 4), ([6], 0, 2, 3, 6)]
+    assert arrays.used == shape.nbytes
+
+
+def test_prompts_of_a_graph_are_padded():
+    """What is left of larger prompts is gone, and no more of the tables is sent than is used."""
+    shape = StepShape(
+        tokens=8, decode_rows=0, table_pages=1, samples=2, segments=2, segment_pages=6
+    )
+    arrays, _ = packed(shape)
+    full = [(1, 4, 64, [1, 2, 3, 4], SPEC, [], []), (2, 6, 0, [9, 8, 7, 6], SPEC, [], [])]
+    arrays.fill(build_plan(full, decode=False), 512, PROMPTS)
+    assert arrays.device["sample_index"].tolist() == [3, 7]
+    arrays.fill(build_plan([(3, 5, 10, [40, 41], SPEC, [], [])], decode=False), 512, PROMPTS)
+    device = {name: values.tolist() for name, values in arrays.device.items()}
+    assert device["token_ids"] == [40, 41, 0, 0, 0, 0, 0, 0]
+    assert device["token_pages"] == [5, 5, *[-1] * 6]
+    assert device["token_offsets"] == [10, 11, *[-1] * 6]
+    assert device["sample_index"] == [1, 0]
+    assert segment_records(arrays) == [([5], 10, 2, 0, 5)]
+    assert arrays.used == shape.nbytes - 5 * 4
+    arrays.pad()
+    assert segment_records(arrays) == []
+    assert arrays.used == shape.nbytes
+
+
+def mixed_plan(engine):
+    """Two decode rows, then prompts of 9 and of 20 tokens."""
+    scheduler = engine.make_scheduler()
+    spec = engine.sampling_spec(SamplingParams(max_tokens=9, ignore_eos=True))
+    for length in (70, 3):
+        scheduler.submit(np.arange(1, length + 1), spec)
+    plan = scheduler.next_plan(0.0)
+    scheduler.commit(plan, np.array([5, 6], np.int32))
+    for first, length in ((100, 9), (200, 20)):
+        scheduler.submit(np.arange(first, first + length), spec)
+    return scheduler.next_plan(0.0)
+
+
+def test_decode_rows_and_prompts_of_a_step_apart(tiny_qwen3):
+    """Both parts together are the plan; rows of the prompts count from their own first."""
+    config = EngineConfig(model=str(tiny_qwen3.path), max_context=128, max_batch_size=4)
+    with Engine(config) as engine:
+        plan = mixed_plan(engine)
+    assert (plan.num_decode, plan.num_rows) == (2, 4)
+    whole, decode, prompts = (packed(shape_of(plan, part))[0] for part in (WHOLE, DECODE, PROMPTS))
+    for arrays, part in ((whole, WHOLE), (decode, DECODE), (prompts, PROMPTS)):
+        arrays.fill(plan, 128, part)
+    for name in ("token_ids", "positions", "token_pages", "token_offsets", "token_sources"):
+        parts = [*decode.host[name].tolist(), *prompts.host[name].tolist()]
+        assert parts == whole.host[name].tolist(), name
+    assert decode.host["token_ids"].tolist() == [5, 6]
+    assert decode.host["lengths"].tolist() == [71, 4]
+    assert whole.host["sample_index"].tolist() == [0, 1, 10, 30]
+    assert decode.host["sample_index"].tolist() == [0, 1]
+    assert prompts.host["sample_index"].tolist() == [8, 28]
+    assert [record[1:4] for record in segment_records(whole)] == [(0, 20, 11), (0, 9, 2)]
+    assert [record[1:4] for record in segment_records(prompts)] == [(0, 20, 9), (0, 9, 0)]
+    assert not decode.shape.segments
+
+
+def test_segments_and_records_have_one_order():
+    """What the host takes for the n-th segment of a group is the n-th record."""
+    lengths = [3, 64, 1, 200, 64, *range(5, 45)]
+    segments, offset = [], 0
+    for index, length in enumerate(lengths):
+        table = torch.tensor([index], dtype=torch.int32)
+        start = 7 * (index % 3)
+        segments.append(
+            PrefillSegment(table=table, state_slot=index, start=start, length=length, offset=offset)
+        )
+        offset += length
+    sent = DeviceSegments.sent(segments, torch.device("cpu"))
+    records = sent._memory.numpy().view(np.int32).reshape(-1, 8)[:, 2:]
+    assert sent._memory.nbytes == nbytes_for(len(lengths)) == 64 * 32
+    place = 0
+    for group, members in zip(sent.groups, sent.members, strict=True):
+        assert (group.count, group.tokens) == (
+            len(members),
+            sum(segment.length for segment in members),
+        )
+        for index, segment in enumerate(members):
+            record = (1, segment.start, segment.length, segment.offset, segment.state_slot, 0)
+            assert tuple(records[place + index]) == record
+        place += 32
+    assert not records[len(lengths) :].any()
+    assert list(sent) == segments
+
+
+def test_graphs_of_prompts_reach_the_longest_step():
+    assert prompt_sizes(1) == prompt_sizes(64) == (64,)
+    assert prompt_sizes(65) == (64, 128)
+    assert prompt_sizes(1024) == prompt_sizes(100_000) == PROMPT_TOKENS
 
 
 def test_fields_are_aligned_and_apart():
@@ -348,7 +470,13 @@ def test_dummy_weights_of_a_known_configuration_are_seeded():
 
 def test_steps_on_a_gpu_are_counted_before_pools_are_made():
     """HST-18: scratch (kv_formats.md section 5), KV of a gathered prompt, arrays of a graph."""
-    options = {"max_context": 65_536, "page_tokens": 64, "max_batch_tokens": 512, "itemsize": 2}
+    options = {
+        "max_context": 65_536,
+        "page_tokens": 64,
+        "max_batch_tokens": 512,
+        "token_workspace": 1_000,
+        "itemsize": 2,
+    }
     dense = KNOWN_CONFIGS["qwen3-8b"]
     codes, plain = (KVFormat(name=name, model_dtype=torch.bfloat16) for name in (FP8, AUTO))
     found = step_bytes(dense, codes, slots=8, **options)
@@ -360,14 +488,16 @@ def test_steps_on_a_gpu_are_counted_before_pools_are_made():
     assert 0 < found - counted < 2_000
     # Seven slots are served by the graph of eight rows.
     assert step_bytes(dense, codes, slots=7, **options) == found
-    # KV that is no code is read where it lies.
-    assert step_bytes(dense, plain, slots=8, **options) == found - gathered
+    # KV that is no code is read where it lies, and by graphs: of 512 tokens of eight prompts.
+    graphs = 512 * 1_000 + table + logits
+    assert step_bytes(dense, plain, slots=8, **options) == found - gathered + graphs
     hybrid = KNOWN_CONFIGS["qwen3.5-27b"]
     more = options | {"max_batch_tokens": 1024}
-    mixer = step_bytes(hybrid, codes, slots=8, **more) - step_bytes(
-        hybrid, codes, slots=8, **options
-    )
-    assert mixer == 512 * ((3 * 10_240 + 3 * 6_144) * 2 + 6_144 * 4)
+    mixer = (3 * 10_240 + 3 * 6_144) * 2 + 6_144 * 4
+    for kv_format, factor in ((codes, 1), (plain, 2)):
+        grown = step_bytes(hybrid, kv_format, slots=8, **more)
+        grown -= step_bytes(hybrid, kv_format, slots=8, **options)
+        assert grown == 512 * (factor * mixer + (factor - 1) * 1_000)
 
 
 def test_a_host_tier_takes_nothing_of_the_memory_of_a_gpu():

@@ -1,10 +1,11 @@
-"""Runs step plans on a GPU: decode steps by replaying captured graphs, all others launch by launch.
+"""Runs step plans on a GPU by replaying captured graphs, and launch by launch what none fits.
 
-Owns the staging memory of the plans' arrays, one graph a decode width, and what the graphs write:
-logits and tokens. A graph goes from the embedding to the token; its addresses are fixed, so
-what differs from step to step is data in the staging memory. A step that was planned ahead finds
-its input in the tokens that the step before has left on the device, so that it is queued while that
-one runs and the device goes from one to the other.
+Owns the staging memory of the plans' arrays, one graph a decode width, graphs for prompts of some
+sizes, and what the graphs write: logits and tokens. A graph goes from the embedding to the token;
+its addresses are fixed, so what differs from step to step is data in the staging memory. Decode
+rows and prompts of a step are apart: they share no product anyway where bits are fixed. A step that
+was planned ahead finds its input in the tokens that the step before has left on the device, so that
+it is queued while that one runs and the device goes from one to the other.
 
 Invariants: the host side of the staging memory is written only after the last copy out of it has
 ended; a padding row has page and slot -1 and length 0, and touches nothing; the tokens on the
@@ -18,7 +19,7 @@ import contextlib
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +29,19 @@ from numpy.typing import NDArray
 from headrace._core import StepPlan, decode_width
 from headrace.backends.cuda.deadline import StepWaits
 from headrace.backends.cuda.sample import Argmax
-from headrace.backends.cuda.step_arrays import PADDING, StepArrays, StepShape, shape_of
+from headrace.backends.cuda.segments import DeviceSegments
+from headrace.backends.cuda.step_arrays import (
+    DECODE,
+    PADDING,
+    PROMPT_SEGMENTS,
+    PROMPTS,
+    WHOLE,
+    Part,
+    StepArrays,
+    StepShape,
+    prompt_sizes,
+    shape_of,
+)
 from headrace.kv.cache import KVCache
 from headrace.kv.state import StatePool
 from headrace.kv.tables import Window
@@ -43,10 +56,23 @@ _FIRST_STAGING_BYTES = 1 << 20  # it grows with the steps
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """A decode step of one width."""
+    """Decode rows of one width, or prompts of one size."""
 
     graph: torch.cuda.CUDAGraph
     arrays: StepArrays
+
+
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """Where a forward leaves the logits of the sampled rows.
+
+    decoded: rows of the decode graphs' logits, whose greedy tokens are at the same places. others:
+    logits of the samples after these; chosen: whether the device has their greedy tokens, too.
+    """
+
+    decoded: NDArray[np.int64]
+    others: torch.Tensor | None
+    chosen: bool
 
 
 class _Ticket:
@@ -98,15 +124,19 @@ class _Launched:
 class CudaRunner(ModelRunner):
     """Executes plans on one GPU.
 
-    max_rows: most decode rows of a step. max_context: most tokens of a row. graphs: capture a graph
-    for every decode width, now. step_timeout_s: most seconds from the wait for a step to its end.
+    max_rows: most decode rows of a step. max_context: most tokens of a row. max_tokens: most tokens
+    of a step. graphs: capture a graph for every decode width, now. prompt_graphs: and for prompts
+    of some sizes. step_timeout_s: most seconds from the wait for a step to its end.
+
+    prompt_replays: steps whose prompts were the replay of a graph.
 
     Work goes to a stream of its own, `stream`, which copies to and from the pools are ordered
     against; it is behind what the caller's stream was given, and that one behind it.
     """
 
     stream: torch.cuda.Stream
-    _logits: torch.Tensor  # of the last replay, in its first rows
+    _logits: torch.Tensor  # of the last replay of decode rows, in its first rows
+    _prompt_logits: torch.Tensor  # of prompts, likewise
 
     def __init__(
         self,
@@ -116,7 +146,9 @@ class CudaRunner(ModelRunner):
         *,
         max_rows: int,
         max_context: int,
+        max_tokens: int,
         graphs: bool,
+        prompt_graphs: bool,
         step_timeout_s: float,
     ) -> None:
         super().__init__(model, kv, state)
@@ -133,15 +165,22 @@ class CudaRunner(ModelRunner):
             nbytes = self._decode_shape(widest).nbytes
             self._graph_staging = _Staging(nbytes, self._device, self.waits)
             self._argmax = Argmax(widest, self._device)
-            self._tokens = torch.zeros(widest, dtype=torch.int32, device=self._device)
+            # First those that decode graphs make, then those of other samples.
+            self._tokens = torch.zeros(2 * widest, dtype=torch.int32, device=self._device)
             self._tokens_of: _Launched | None = None
             # Two are in use where steps run ahead.
-            self._tickets = [_Ticket(widest), _Ticket(widest)]
+            self._tickets = [_Ticket(2 * widest), _Ticket(2 * widest)]
             self._graphs: dict[int, _Captured] = {}
+            self._prompt_graphs: dict[int, _Captured] = {}
+            self._prompt_samples = min(PROMPT_SEGMENTS, max_rows)
+            # Elsewhere decode rows share the products of prompts.
+            self._splits = model.backend.deterministic
             if graphs:
                 with torch.inference_mode():
-                    self._capture()
-        self.replays = 0
+                    self._capture_decode()
+                    if prompt_graphs:
+                        self._capture_prompts(prompt_sizes(max_tokens))
+        self.replays = self.prompt_replays = 0
         self.runs_ahead = graphs
 
     @property
@@ -170,10 +209,9 @@ class CudaRunner(ModelRunner):
         self.waits.check()
         token_ids = plan.token_ids if tokens is None else _filled_in(plan, tokens)
         with torch.inference_mode(), self._own_stream() as caller:
-            if self._replay(plan, gates, token_ids):
-                logits = self._sampled_logits(plan).clone()  # the next step writes there again
-            else:
-                logits = self._eager(plan, gates, token_ids)
+            logits = self._logits_of(self._forward(plan, gates, token_ids, None))
+            if gates is None and self._graphs:
+                logits = logits.clone()  # the next replay writes there again
             logits.record_stream(caller)
             return logits
 
@@ -222,21 +260,14 @@ class CudaRunner(ModelRunner):
             else:  # a step of somebody else has run in between
                 token_ids = _filled_in(plan, previous.wait().token_ids)
         with torch.inference_mode(), self._own_stream():
-            ticket = self._tickets.pop() if self._tickets else _Ticket(self._widths[-1])
+            ticket = self._tickets.pop() if self._tickets else _Ticket(len(self._tokens))
             if self.timed:
                 ticket.start.record()
-            result, rows = None, plan.sample_index
-            if not self._replay(plan, gates, token_ids, sources):
-                assert sources is None, "a plan made ahead is one of decode rows alone"
-                logits = self._eager(plan, gates, token_ids)
-                if _greedy(options) and len(rows) <= len(self._tokens):
-                    rows = np.arange(len(rows))
-                    self._argmax(logits, out=self._tokens[: len(rows)])
-                else:
-                    result = self._sample(logits, options)
-            elif not self._leave_tokens(plan, options):
-                result = self._sample(self._sampled_logits(plan), options)
-            if result is None:
+            made, result = self._forward(plan, gates, token_ids, sources), None
+            rows = self._places(made)
+            if not self._choose(made, options):
+                result = self._sample(self._logits_of(made), options)
+            else:
                 used = 1 + int(rows.max(initial=-1))
                 ticket.tokens[:used].copy_(self._tokens[:used], non_blocking=True)
             ticket.end.record()
@@ -260,67 +291,121 @@ class CudaRunner(ModelRunner):
         """Take a ticket back whose step has ended."""
         self._tickets.append(ticket)
 
-    def _replay(
+    def _forward(
         self,
         plan: StepPlan,
         gates: Gates | None,
         token_ids: NDArray[np.int64],
-        sources: NDArray[np.int64] | None = None,
-    ) -> bool:
-        """Run a step of decode rows alone by its graph, if there is one.
+        sources: NDArray[np.int64] | None,
+    ) -> _Forward:
+        """Enqueue the forward of all rows, and the copies of states that the plan asks for.
 
         sources: rows of the device's tokens that go before the token ids, -1 for none.
         """
-        if gates is not None or plan.num_decode != plan.num_rows or plan.snapshots:
-            return False
-        captured = self._graphs.get(plan.decode_width)
-        if captured is None:
-            return False
-        self._graph_staging.wait()
-        captured.arrays.fill(plan, self.kv.page_tokens, token_ids=token_ids, sources=sources)
-        self._graph_staging.send(captured.arrays)
         self._tokens_of = None  # until it is known whose they are
+        graph = self._graphs.get(plan.decode_width) if plan.num_decode and gates is None else None
+        prompts = None
+        if plan.num_rows > plan.num_decode:
+            prompts = None if gates is not None else self._prompt_graph(plan)
+            if prompts is None and not self._splits:
+                graph = None
+        part = WHOLE if graph is None else PROMPTS
+        assert sources is None or graph is not None, "a plan made ahead is one of decode rows alone"
+        decoded, others = np.empty(0, np.int64), None
+        if graph is not None:
+            self._replay(graph, self._graph_staging, plan, DECODE, token_ids, sources)
+            decoded = DECODE.samples(plan)
+        if prompts is not None:
+            assert part is PROMPTS or not plan.num_decode, "no decode row is left"
+            self._replay(prompts, self._prompt_staging, plan, PROMPTS, token_ids, None)
+            others = self._prompt_logits[: len(plan.sample_index) - len(decoded)]
+            self.prompt_replays += 1
+        elif part is WHOLE or plan.num_rows > plan.num_decode:
+            others = self._eager(plan, part, gates, token_ids)
+        else:
+            self.replays += 1
+        for slot, staging in plan.snapshots:
+            assert self.state is not None, "only hybrid models have snapshots"
+            self.state.copy_slot(slot, staging)
+        return _Forward(decoded, others, chosen=prompts is not None)
+
+    def _prompt_graph(self, plan: StepPlan) -> _Captured | None:
+        """The smallest graph that all prompts of a plan fit, if there is one."""
+        prompts, samples = plan.num_rows - plan.num_decode, len(PROMPTS.samples(plan))
+        if prompts > self._prompt_samples or samples > self._prompt_samples:
+            return None
+        tokens = len(plan.token_ids) - plan.num_decode
+        size = next((size for size in self._prompt_graphs if size >= tokens), None)
+        return None if size is None else self._prompt_graphs[size]
+
+    def _replay(
+        self,
+        captured: _Captured,
+        staging: "_Staging",
+        plan: StepPlan,
+        part: Part,
+        token_ids: NDArray[np.int64],
+        sources: NDArray[np.int64] | None,
+    ) -> None:
+        staging.wait()
+        captured.arrays.fill(plan, self.kv.page_tokens, part, token_ids=token_ids, sources=sources)
+        staging.send(captured.arrays)
         captured.graph.replay()
-        self.replays += 1
-        return True
 
-    def _sampled_logits(self, plan: StepPlan) -> torch.Tensor:
-        samples = len(plan.sample_index)
-        if samples == plan.num_decode:
-            return self._logits[:samples]
-        # Pageable memory is read at once where it is this little (`UPLOAD_BYTES`).
-        index = torch.from_numpy(plan.sample_index).to(self._device, non_blocking=True)
-        return self._logits[index]
+    def _places(self, made: _Forward) -> NDArray[np.int64]:
+        """Where the device's tokens have those of the samples."""
+        if made.others is None:
+            return made.decoded
+        first = self._widths[-1]
+        return np.concatenate((made.decoded, np.arange(first, first + len(made.others))))
 
-    def _leave_tokens(self, plan: StepPlan, options: SamplingBatch) -> bool:
-        """Have the tokens of a replayed step in the device's tokens; false if more is asked for."""
+    def _logits_of(self, made: _Forward) -> torch.Tensor:
+        """Logits of all samples in order, which the next forward may overwrite."""
+        if made.others is not None and not len(made.decoded):
+            return made.others
+        samples = len(made.decoded)
+        if bool((made.decoded == np.arange(samples)).all()):
+            logits = self._logits[:samples]
+        else:
+            # Pageable memory is read at once where it is this little (`UPLOAD_BYTES`).
+            index = torch.from_numpy(made.decoded).to(self._device, non_blocking=True)
+            logits = self._logits[index]
+        return logits if made.others is None else torch.cat((logits, made.others))
+
+    def _choose(self, made: _Forward, options: SamplingBatch) -> bool:
+        """Have the tokens of all samples in `_places`; false if more is asked for."""
+        others = made.others
         if _greedy(options):
-            return True  # the graph put them there
-        samples = len(plan.sample_index)
-        if samples != plan.num_decode or bool((options.logprobs >= 0).any()):
+            first = self._widths[-1]
+            if others is not None and not made.chosen:
+                if len(others) > len(self._tokens) - first:
+                    return False
+                self._argmax(others, out=self._tokens[first : first + len(others)])
+            return True
+        samples = len(made.decoded)
+        plain = others is None and bool((made.decoded == np.arange(samples)).all())
+        if not plain or bool((options.logprobs >= 0).any()):
             return False
         self._before_choice(options)
         self._tokens[:samples].copy_(choose(self._logits[:samples], options))
         return True
 
     def _eager(
-        self, plan: StepPlan, gates: Gates | None, token_ids: NDArray[np.int64]
+        self, plan: StepPlan, part: Part, gates: Gates | None, token_ids: NDArray[np.int64]
     ) -> torch.Tensor:
-        shape = shape_of(plan)
+        shape = shape_of(plan, part)
         self._staging.wait()
         if shape.nbytes > self._staging.nbytes:
             self._staging = _Staging(2 * shape.nbytes, self._device, self.waits)
         arrays = self._staging.arrays(shape)
-        arrays.fill(plan, self.kv.page_tokens, token_ids=token_ids)
+        arrays.fill(plan, self.kv.page_tokens, part, token_ids=token_ids)
         self._staging.send(arrays)
-        logits = self.model.forward(self._batch(plan, arrays), self.kv, self.state, gates)
-        for slot, staging in plan.snapshots:
-            assert self.state is not None, "only hybrid models have snapshots"
-            self.state.copy_slot(slot, staging)
-        return logits
+        return self.model.forward(self._batch(plan, part, arrays), self.kv, self.state, gates)
 
-    def _batch(self, plan: StepPlan, arrays: StepArrays) -> ForwardBatch:
-        rows, device = plan.num_decode, arrays.device
+    def _batch(self, plan: StepPlan, part: Part, arrays: StepArrays) -> ForwardBatch:
+        if not part.prompts:
+            return self._forward_batch(arrays, (), arrays.device["sample_index"])
+        rows, device, before = plan.num_decode, arrays.device, part.tokens(plan).start
         starts, slots = plan.starts.tolist(), plan.slots.tolist()
         offsets, borders = plan.token_offsets.tolist(), plan.table_offsets.tolist()
         first = borders[rows]
@@ -334,16 +419,17 @@ class CudaRunner(ModelRunner):
                 state_slot=slots[row],
                 start=starts[row],
                 length=offsets[row + 1] - offsets[row],
-                offset=offsets[row],
+                offset=offsets[row] - before,
             )
             for row, table in enumerate(tables, start=rows)
         ]
-        return self._forward_batch(arrays, segments, device["sample_index"])
+        on_device = DeviceSegments(segments, device["segments"])
+        return self._forward_batch(arrays, on_device, device["sample_index"])
 
     def _forward_batch(
         self,
         arrays: StepArrays,
-        segments: list[PrefillSegment],
+        segments: Sequence[PrefillSegment],
         sample_index: torch.Tensor | None,
         feed: TokenFeed | None = None,
     ) -> ForwardBatch:
@@ -363,38 +449,86 @@ class CudaRunner(ModelRunner):
             feed=feed,
         )
 
-    def _capture(self) -> None:
+    def _capture_decode(self) -> None:
         """One graph a width, all of padding; widest first, so that the others fit its memory.
 
         All leave their logits where the widest has them, which thereby needs no copy.
         """
-        pool = torch.cuda.graph_pool_handle()
+        self._graph_pool = torch.cuda.graph_pool_handle()
         for width in reversed(self._widths):
-            arrays = self._graph_staging.arrays(self._decode_shape(width))
-            self._graph_staging.wait()
-            arrays.pad()
-            self._graph_staging.send(arrays)
+            arrays = self._padded(self._graph_staging, self._decode_shape(width))
             feed = TokenFeed(arrays.device["token_sources"], self._tokens)
-            batch = self._forward_batch(arrays, [], None, feed)
-            self._decode(batch, width)  # loads kernels, which a capture does not allow
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                logits = self._decode(batch, width)
-                if width == self._widths[-1]:
-                    self._logits = logits
-                else:
-                    self._logits[:width].copy_(logits)
+            batch = self._forward_batch(arrays, (), None, feed)
+            widest = width == self._widths[-1]
+            logits = None if widest else self._logits[:width]
+            graph, made = self._captured(batch, self._tokens[:width], logits)
+            if widest:
+                self._logits = made
             self._graphs[width] = _Captured(graph, arrays)
+
+    def _capture_prompts(self, sizes: Sequence[int]) -> None:
+        """The same for prompts, of as many tokens as a step may have."""
+        largest = sizes[-1]
+        nbytes = self._prompt_shape(largest).nbytes
+        self._prompt_staging = _Staging(nbytes, self._device, self.waits)
+        samples, first = self._prompt_samples, self._widths[-1]
+        tokens = self._tokens[first : first + samples]
+        for size in reversed(sizes):
+            arrays = self._padded(self._prompt_staging, self._prompt_shape(size))
+            device = arrays.device
+            segments = DeviceSegments.captured(size, samples, device["segments"])
+            batch = self._forward_batch(arrays, segments, device["sample_index"])
+            logits = None if size == largest else self._prompt_logits
+            graph, made = self._captured(batch, tokens, logits)
+            if size == largest:
+                self._prompt_logits = made
+            self._prompt_graphs[size] = _Captured(graph, arrays)
+        self._prompt_graphs = dict(sorted(self._prompt_graphs.items()))
+
+    def _padded(self, staging: "_Staging", shape: StepShape) -> StepArrays:
+        """Arrays of padding alone, sent."""
+        arrays = staging.arrays(shape)
+        staging.wait()
+        arrays.pad()
+        staging.send(arrays)
+        return arrays
+
+    def _captured(
+        self, batch: ForwardBatch, tokens: torch.Tensor, logits: torch.Tensor | None
+    ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        """A graph that leaves greedy tokens, and the logits that it leaves.
+
+        logits: where to put them, if not in memory of their own.
+        """
+
+        def run() -> torch.Tensor:
+            # Decode rows: what they were fed is read by now.
+            made = self.model.forward(batch, self.kv, self.state)
+            self._argmax(made, out=tokens)
+            return made
+
+        run()  # loads kernels, which a capture does not allow
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
+            made = run()
+            if logits is not None:
+                logits.copy_(made)
+        return graph, made if logits is None else logits
 
     def _decode_shape(self, width: int) -> StepShape:
         return StepShape(tokens=width, decode_rows=width, table_pages=self._table_pages)
 
-    def _decode(self, batch: ForwardBatch, width: int) -> torch.Tensor:
-        """From the embedding to the greedy token, which takes the place of what it was fed."""
-        logits = self.model.forward(batch, self.kv, self.state)
-        self._argmax(logits, out=self._tokens[:width])
-        return logits
+    def _prompt_shape(self, tokens: int) -> StepShape:
+        samples = self._prompt_samples
+        return StepShape(
+            tokens=tokens,
+            decode_rows=0,
+            table_pages=1,
+            samples=samples,
+            segments=samples,
+            segment_pages=samples * self._table_pages,
+        )
 
 
 # Streams of runners that are gone, by device: libraries keep memory for every stream they meet.
@@ -456,6 +590,6 @@ class _Staging:
 
     def send(self, arrays: StepArrays) -> None:
         """Copy what was filled in to the device, on the current stream."""
-        used = arrays.shape.nbytes
+        used = arrays.used
         self._memory[:used].copy_(self._pinned[:used], non_blocking=True)
         self._copied.record()

@@ -33,7 +33,7 @@ from headrace.loading.build import LoadedModel, load_model
 from headrace.loading.resolve import resolve_model
 from headrace.models.decoder import DecoderModel
 from headrace.models.step import Gates
-from headrace.plan import LINK_BYTES_PER_S, workspace_bytes
+from headrace.plan import LINK_BYTES_PER_S, token_workspace_bytes, workspace_bytes
 from headrace.request import (
     BatchDecodeResult,
     BatchedRequest,
@@ -201,6 +201,7 @@ class Engine:
             max_context=self.max_context,
             page_tokens=page_tokens,
             max_batch_tokens=tokens,
+            token_workspace=token_workspace_bytes(model, itemsize),
             itemsize=itemsize,
         )
 
@@ -218,14 +219,17 @@ class Engine:
             max_rows=rows,
             max_context=self.max_context,
         )
+        # A check in the middle of a step reads from the device, which no graph allows.
+        graphs = self.config.cuda_graphs and not self.kv.pool.checked
         return CudaRunner(
             model,
             self.kv,
             self.state,
             max_rows=rows,
             max_context=self.max_context,
-            # A check in the middle of a step reads from the device, which no graph allows.
-            graphs=self.config.cuda_graphs and not self.kv.pool.checked,
+            max_tokens=self.config.max_batch_tokens,
+            graphs=graphs,
+            prompt_graphs=graphs and self.backend.captures_prompts,
             step_timeout_s=self.config.step_timeout_s,
         )
 

@@ -269,6 +269,7 @@ def make_plan(
                 max_context=context,
                 page_tokens=pool(slots, context)[1],
                 max_batch_tokens=max_batch_tokens,
+                token_workspace=token_workspace_bytes(rank, itemsize),
                 itemsize=itemsize,
             ),
         )
@@ -403,18 +404,23 @@ def workspace_bytes(
     rank: ModelConfig, slots: int, context: int, max_batch_tokens: int, itemsize: int
 ) -> int:
     """Estimate what a full step holds at its peak besides weights and KV, with rotary tables."""
-    tokens = max_batch_tokens + slots
+    logits = slots * rank.vocab_size * (itemsize + _FLOAT32)
+    sampling = min(slots, _SAMPLING_ROWS) * rank.vocab_size * _SAMPLING_BYTES
+    mask = PREFILL_TILE * context * itemsize
+    rotary = rank.max_position * rank.head_dim * _FLOAT32
+    tokens = (max_batch_tokens + slots) * token_workspace_bytes(rank, itemsize)
+    return tokens + logits + sampling + mask + rotary
+
+
+def token_workspace_bytes(rank: ModelConfig, itemsize: int) -> int:
+    """Estimate what a layer holds at its peak for each token."""
     q_size, kv_size = rank.num_heads * rank.head_dim, rank.num_kv_heads * rank.head_dim
     # Residual and its sum; the norm works on an fp32 copy and its square.
     stream = rank.hidden_size * (2 * itemsize + 2 * _FLOAT32)
     # q, k, v and the result; rotation of q and k goes through two fp32 copies.
     attention = (2 * q_size + 2 * kv_size) * itemsize + (q_size + kv_size) * 2 * _FLOAT32
     mlp = 3 * rank.intermediate_size * itemsize  # gate and up side by side, and their product
-    logits = slots * rank.vocab_size * (itemsize + _FLOAT32)
-    sampling = min(slots, _SAMPLING_ROWS) * rank.vocab_size * _SAMPLING_BYTES
-    mask = PREFILL_TILE * context * itemsize
-    rotary = rank.max_position * rank.head_dim * _FLOAT32
-    return tokens * (stream + max(attention, mlp)) + logits + sampling + mask + rotary
+    return stream + max(attention, mlp)
 
 
 def _rank_weight_bytes(rank: ModelConfig, tp: int, itemsize: int) -> int:

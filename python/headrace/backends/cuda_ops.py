@@ -113,6 +113,11 @@ class CudaBackend:
         if self._dtype != torch.float32:
             self._prefill = PrefillAttention(self._kv)
 
+    @property
+    def captures_prompts(self) -> bool:
+        """Whether what a step does with prompts can be captured, whatever they are."""
+        return self._prefill is not None and self._prefill.direct
+
     def embed(
         self, ids: torch.Tensor, table: torch.Tensor, feed: "TokenFeed | None" = None
     ) -> torch.Tensor:

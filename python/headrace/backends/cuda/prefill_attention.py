@@ -82,8 +82,8 @@ class Workspace:
 class PrefillAttention:
     """Attention of new tokens of one or more requests over their own KV, causal.
 
-    For models in bf16 or fp16, over a pool of any format. Serves one stream at a time: the
-    count of drawn units is zero between launches.
+    For models in bf16 or fp16, over a pool of any format. direct: KV is read where it lies. Serves
+    one stream at a time: the count of drawn units is zero between launches.
     """
 
     def __init__(self, kernels: KVKernels) -> None:
@@ -92,7 +92,7 @@ class PrefillAttention:
         self._kv_heads, self._head_dim = layout.kv_heads, layout.head_dim
         self._scale = np.float32(math.log2(math.e) / math.sqrt(layout.head_dim))
         self._dtype = layout.kv_format.model_dtype
-        self._direct = reads_pool(layout.kv_format)
+        self.direct = reads_pool(layout.kv_format)
         self._by_tiles = {
             tiles: _kernel(self._dtype, layout.head_dim, tiles, torch.cuda.current_device())
             for tiles in _TILES[layout.head_dim]
@@ -100,7 +100,7 @@ class PrefillAttention:
         device = kernels.pool.device
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._drawn = torch.zeros(1, dtype=torch.int32, device=device)
-        if not self._direct:
+        if not self.direct:
             # A workspace is one page, the first.
             self._first_page = torch.zeros(1, dtype=torch.int32, device=device)
 
@@ -126,7 +126,7 @@ class PrefillAttention:
         """
         rows = (*self._rows("q", q), *self._rows("out", out))
         segments = on_device(segments, q.device)
-        if self._direct:
+        if self.direct:
             planes = self._kernels.planes[::2]  # without scales
             pages = self._kernels.places(layer, segments.table_pages, low)
             for group in segments.groups:

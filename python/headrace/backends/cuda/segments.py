@@ -5,7 +5,7 @@ that fit. No state, no locks.
 """
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
 
@@ -37,15 +37,14 @@ class SegmentGroup:
 class DeviceSegments(Sequence[PrefillSegment]):
     """Segments of a step, and their records on the device.
 
-    memory: uint8, `nbytes_for(len(segments))`, to which whoever makes this sends the `records`.
+    memory: `nbytes_for(len(segments))` bytes, to which whoever makes this sends the `records`.
     table_pages: of the longest table. members: the segments of each group, in the order of records.
     """
 
     def __init__(self, segments: Sequence[PrefillSegment], memory: torch.Tensor) -> None:
         self._segments = tuple(segments)
         self._memory = memory
-        # The longest first, so that the last work of a launch is short.
-        ordered = sorted(self._segments, key=lambda segment: -segment.start - segment.length)
+        ordered = sorted(self._segments, key=lambda one: _order(one.start, one.length))
         self.members = [ordered[at : at + GROUP] for at in range(0, len(ordered), GROUP)]
         self.table_pages = max((len(segment.table) for segment in ordered), default=0)
         start = memory.data_ptr()
@@ -59,7 +58,18 @@ class DeviceSegments(Sequence[PrefillSegment]):
         """Segments whose records are sent now."""
         memory = torch.zeros(nbytes_for(len(segments)), dtype=torch.uint8, device=device)
         made = cls(segments, memory)
-        memory.copy_(torch.frombuffer(made.records(), dtype=torch.uint8))
+        packed = records(
+            (
+                _table(segment).data_ptr(),
+                len(segment.table),
+                segment.start,
+                segment.length,
+                segment.offset,
+                segment.state_slot,
+            )
+            for segment in segments
+        )
+        memory[: len(packed)].copy_(torch.frombuffer(packed, dtype=torch.uint8))
         return made
 
     @classmethod
@@ -77,26 +87,6 @@ class DeviceSegments(Sequence[PrefillSegment]):
             SegmentGroup(address=memory.data_ptr(), tokens=tokens, count=count, chunks=chunks)
         ]
         return made
-
-    def records(self) -> bytearray:
-        """The content of the memory; padded by records without tokens."""
-        packed = bytearray(nbytes_for(len(self._segments)))
-        for group, members in enumerate(self.members):
-            for index, segment in enumerate(members):
-                assert isinstance(segment.table, torch.Tensor), "a table of the device"
-                assert segment.table.dtype == torch.int32, "a block table is int32"
-                _RECORD.pack_into(
-                    packed,
-                    group * GROUP_BYTES + index * _RECORD.size,
-                    segment.table.data_ptr(),
-                    segment.table.shape[0],
-                    segment.start,
-                    segment.length,
-                    segment.offset,
-                    segment.state_slot,
-                    0,
-                )
-        return packed
 
     @overload
     def __getitem__(self, index: int) -> PrefillSegment: ...
@@ -121,9 +111,26 @@ def on_device(segments: Sequence[PrefillSegment], device: torch.device) -> Devic
     return DeviceSegments.sent(segments, device)
 
 
+def records(segments: Iterable[tuple[int, int, int, int, int, int]]) -> bytearray:
+    """Records of segments (address of its table, pages, start, length, offset, state slot)."""
+    ordered = sorted(segments, key=lambda one: _order(one[2], one[3]))
+    return bytearray(b"".join(_RECORD.pack(*segment, 0) for segment in ordered))
+
+
 def nbytes_for(count: int) -> int:
     """Bytes of the records of so many segments."""
     return -(-count // GROUP) * GROUP_BYTES
+
+
+def _order(start: int, length: int) -> int:
+    """The longest first, so that the last work of a launch is short."""
+    return -start - length
+
+
+def _table(segment: PrefillSegment) -> torch.Tensor:
+    assert isinstance(segment.table, torch.Tensor), "a table of the device"
+    assert segment.table.dtype == torch.int32, "a block table is int32"
+    return segment.table
 
 
 def _group(members: Sequence[PrefillSegment], address: int) -> SegmentGroup:
