@@ -1,0 +1,136 @@
+"""Prompts by captured graphs: the bits of eager steps, whatever their number, sizes and cuts."""
+
+import pytest
+import torch
+from test_cuda_engine import assert_same, make, run
+
+from headrace import SamplingParams
+from headrace.backends.cuda.step_arrays import PROMPT_SEGMENTS, PROMPT_TOKENS
+from tiny_models import random_prompt
+
+MODELS = ("tiny_llama", "tiny_qwen3_d128", "tiny_hybrid", "tiny_hybrid_27")
+CONTEXT = 448
+# Sums on both sides of the sizes of graphs; more prompts than one has; one token; a whole context.
+GROUPS = (
+    (1,),
+    (63,),
+    (64,),
+    (65,),
+    (CONTEXT - 4,),
+    (1, 2, 1),
+    (100, 3, 64, 129),
+    (200, 200, 200, 168),
+    (400, 400, 224),
+    (400, 400, 225),
+    (5, 6, 7, 8, 9, 10, 11, 12),
+    (5, 6, 7, 8, 9, 10, 11, 12, 13),
+    (2,),
+)
+OPTIONS = {"max_batch_size": 12, "max_context": CONTEXT, "prefix_cache": False}
+
+
+def prompts_of(lengths):
+    return [random_prompt(length, seed=1000 * length + i) for i, length in enumerate(lengths)]
+
+
+def by_graphs(plan):
+    """Whether the prompts of a plan are for a graph, as far as their number and sizes tell."""
+    prompts, tokens = plan.num_rows - plan.num_decode, len(plan.token_ids) - plan.num_decode
+    return 0 < prompts <= PROMPT_SEGMENTS and tokens <= PROMPT_TOKENS[-1]
+
+
+def counted(engine, prompts, steps=3, **options):
+    """The run, in which the prompts that fit a graph were replays and no others."""
+    expected, before = [0], engine.runner.prompt_replays
+
+    def between(plan, step):
+        del step
+        expected[0] += by_graphs(plan)
+
+    result = run(engine, prompts, steps, between=between, **options)
+    graphs = engine.config.cuda_graphs
+    assert engine.runner.prompt_replays - before == (expected[0] if graphs else 0)
+    assert all(row.isfinite().all() for row in result[1])
+    return result
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("layout", ["slots", "paged"])
+@pytest.mark.parametrize("name", MODELS)
+def test_prompts_of_all_sizes_have_the_bits_of_eager_steps(tiny, name, layout, dtype):
+    options = OPTIONS | {"dtype": dtype, "kv_layout": layout}
+    results = []
+    for graphs, tokens in ((False, 2048), (True, 2048), (True, 1024), (True, 64), (True, 320)):
+        with make(tiny(name), cuda_graphs=graphs, max_batch_tokens=tokens, **options) as engine:
+            results.append([counted(engine, prompts_of(lengths)) for lengths in GROUPS])
+            # Again, in memory that other prompts have left.
+            results.append([counted(engine, prompts_of(lengths)) for lengths in GROUPS])
+    for other in results[1:]:
+        for one, two in zip(results[0], other, strict=True):
+            assert_same(one, two)
+
+
+@pytest.mark.parametrize("name", ["tiny_qwen3_d128", "tiny_hybrid_27"])
+@pytest.mark.parametrize("layout", ["slots", "paged"])
+def test_prompts_beside_decode_rows(tiny, name, layout):
+    """Both kinds of rows keep their bits, whichever of them a graph runs (BAT-04)."""
+    lengths, arrive = (70, 5, 300, 64, 1, 130, 33), [0, 2, 3, 3, 5, 6, 8]
+    options = OPTIONS | {"dtype": "bfloat16", "kv_layout": layout}
+    results = []
+    for graphs, tokens in ((False, 1024), (True, 1024), (True, 64)):
+        with make(tiny(name), cuda_graphs=graphs, max_batch_tokens=tokens, **options) as engine:
+            alone = [counted(engine, [prompt], 9) for prompt in prompts_of(lengths)]
+            # A cut makes later prompts arrive later, which changes nothing but the steps.
+            together = counted(engine, prompts_of(lengths), 9, arrive=arrive)
+            for row, (tokens_alone, logits_alone) in enumerate(alone):
+                assert together[0][row] == tokens_alone[0]
+                assert torch.equal(together[1][row], logits_alone[0])
+            results.append(together)
+    for other in results[1:]:
+        assert_same(results[0], other)
+
+
+def test_without_fixed_bits_prompts_are_replayed_too(tiny):
+    options = OPTIONS | {"dtype": "bfloat16", "deterministic": "off", "max_batch_tokens": 2048}
+    lengths, arrive = (70, 5, 300, 64), [0, 2, 3, 3]
+    with make(tiny("tiny_qwen3_d128"), **options) as engine:
+        counted(engine, prompts_of(lengths), 9, arrive=arrive)
+        # More tokens than a graph has: one eager step with the decode rows in it.
+        ones = prompts_of((1, 400, 400, 400))
+        before = engine.runner.replays
+        counted(engine, ones, 4, arrive=[0, 1, 1, 1])
+        assert engine.runner.replays - before > 0
+
+
+@pytest.mark.parametrize("options", [{"kv_dtype": "fp8_e4m3"}, {"dtype": "float32"}])
+def test_what_cannot_be_captured_is_launched(tiny, options):
+    """Codes are decoded into a workspace of the prompt's size; fp32 goes tile by tile."""
+    with make(tiny("tiny_qwen3_d128"), **({"dtype": "bfloat16"} | OPTIONS | options)) as engine:
+        run(engine, prompts_of((70, 5)), 3)
+        assert engine.runner.prompt_replays == 0
+        assert engine.runner.replays > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tokens_of_launched_steps(tiny, temperature):
+    """The places of tokens on the device: prompts beside decode rows, steps that run ahead."""
+    prompts = prompts_of((70, 5, 300, 64, 1, 130))
+    params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=temperature, seed=3)
+    results = []
+    for graphs in (False, True):
+        options = OPTIONS | {"dtype": "bfloat16", "max_batch_tokens": 1024}
+        with make(tiny("tiny_qwen3_d128"), cuda_graphs=graphs, **options) as engine:
+            scheduler, runner, waiting = engine.make_scheduler(), engine.runner, list(prompts)
+            spec = engine.sampling_spec(params)
+            step = 0
+            while True:
+                if waiting and step % 2 == 0:
+                    scheduler.submit(waiting.pop(0), spec, request_id=len(waiting))
+                plan = scheduler.next_plan(0.0)
+                if plan is None:
+                    break
+                scheduler.commit(plan, runner.execute(plan).token_ids)
+                step += 1
+            results.append([scheduler.take_result(i).token_ids for i in range(len(prompts))])
+            scheduler.close()
+    assert results[0] == results[1]
