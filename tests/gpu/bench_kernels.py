@@ -21,6 +21,7 @@ from headrace.backends.cuda.gemm import (
     Tiling,
 )
 from headrace.backends.cuda.prefill_attention import PrefillAttention
+from headrace.backends.cuda.segments import DeviceSegments
 from headrace.backends.cuda.sample import Argmax
 from headrace.kv.formats import KVLayout, parse_kv_format
 from headrace.kv.planes import PlanePool
@@ -259,6 +260,7 @@ def bench_attention() -> None:
                 )
                 for prompt in range(prompts)
             ]
+            segments = DeviceSegments.sent(segments, q.device)
             us = timed([lambda: attention.attend(0, q, segments, out=out)] * 4)
             flops = 2 * prompts * heads * head_dim * tokens * (tokens + 1)
             print(

@@ -184,7 +184,7 @@ def test_the_size_of_a_unit_does_not_show_in_the_bits(head_dim, monkeypatch):
     outs = []
     for units_each, tiles in ((0, 3), (2**20, 2)):
         monkeypatch.setattr(prefill_attention, "_UNITS_EACH", units_each)
-        assert attention._tiles([1]) == tiles
+        assert attention._tiles(1) == tiles
         outs.append(torch.full_like(q, math.nan))
         attention.attend(case.layer, q, segments, out=outs[-1])
     assert outs[0].isfinite().all()

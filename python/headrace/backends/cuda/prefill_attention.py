@@ -147,15 +147,7 @@ class PrefillAttention:
         """Attention of so many tokens, of all segments of a group or of `only` one of them."""
         heads = self._kernels.group
         items = -(-tokens // _QUERIES) * heads
-        # No bit depends on the choice. Short last tiles of many segments are not counted.
-        tiles = max(
-            (
-                tiles
-                for tiles in self._by_tiles
-                if self._kv_heads * -(-items // tiles) >= _UNITS_EACH * self._processors
-            ),
-            default=min(self._by_tiles),
-        )
+        tiles = self._tiles(items)
         most = (-(-(items + group.count * heads) // tiles) + group.count) * self._kv_heads
         self._by_tiles[tiles].launch(
             (min(most, self._processors),),
@@ -170,6 +162,13 @@ class PrefillAttention:
                 self._drawn.data_ptr(),
             ),
         )
+
+    def _tiles(self, items: int) -> int:
+        """Tiles of a unit for so many of them; those of short last segments are not counted."""
+        small, *larger = self._by_tiles
+        enough = _UNITS_EACH * self._processors
+        fitting = [tiles for tiles in larger if self._kv_heads * -(-items // tiles) >= enough]
+        return max(fitting, default=small)
 
     def _rows(self, name: str, x: torch.Tensor) -> tuple[int, int, int]:
         """Address and strides of `x [T, heads, head_dim]`."""
