@@ -21,8 +21,8 @@ from headrace.backends.cuda.gemm import (
     Tiling,
 )
 from headrace.backends.cuda.prefill_attention import PrefillAttention
-from headrace.backends.cuda.segments import DeviceSegments
 from headrace.backends.cuda.sample import Argmax
+from headrace.backends.cuda.segments import DeviceSegments
 from headrace.kv.formats import KVLayout, parse_kv_format
 from headrace.kv.planes import PlanePool
 from headrace.layers.block_fp8 import BlockFp8Weight, blocks_of
