@@ -485,19 +485,23 @@ def test_steps_on_a_gpu_are_counted_before_pools_are_made():
     table = 8 * (65_536 // 64) * 4
     logits = 8 * 151_936 * 4
     counted = RESERVE_BYTES + attention + gathered + table + logits
+    # Graphs of 512 tokens, of four prompts.
+    counted += 512 * 1_000 + (table + logits) // 2
     assert 0 < found - counted < 2_000
     # Seven slots are served by the graph of eight rows.
     assert step_bytes(dense, codes, slots=7, **options) == found
-    # KV that is no code is read where it lies, and by graphs: of 512 tokens of eight prompts.
-    graphs = 512 * 1_000 + table + logits
-    assert step_bytes(dense, plain, slots=8, **options) == found - gathered + graphs
+    # KV that is no code is read where it lies, by graphs of eight prompts.
+    more = (table + logits) // 2
+    assert step_bytes(dense, plain, slots=8, **options) == found - gathered + more
+    exact = KVFormat(name=AUTO, model_dtype=torch.float32)
+    assert step_bytes(dense, exact, slots=8, **options) == found - 512 * 1_000 - more
     hybrid = KNOWN_CONFIGS["qwen3.5-27b"]
     more = options | {"max_batch_tokens": 1024}
     mixer = (3 * 10_240 + 3 * 6_144) * 2 + 6_144 * 4
-    for kv_format, factor in ((codes, 1), (plain, 2)):
+    for kv_format, graphs in ((codes, 1), (plain, 1), (exact, 0)):
         grown = step_bytes(hybrid, kv_format, slots=8, **more)
         grown -= step_bytes(hybrid, kv_format, slots=8, **options)
-        assert grown == 512 * (factor * mixer + (factor - 1) * 1_000)
+        assert grown == 512 * (mixer + graphs * (mixer + 1_000))
 
 
 def test_a_host_tier_takes_nothing_of_the_memory_of_a_gpu():

@@ -267,8 +267,6 @@ def test_the_engine_hands_the_limit_to_its_runner(tiny, monkeypatch):
             given.update(options)
 
     class Backend:
-        captures_prompts = True
-
         def attach(self, *args, **options):
             pass
 

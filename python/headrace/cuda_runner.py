@@ -33,7 +33,6 @@ from headrace.backends.cuda.segments import DeviceSegments
 from headrace.backends.cuda.step_arrays import (
     DECODE,
     PADDING,
-    PROMPT_SEGMENTS,
     PROMPTS,
     WHOLE,
     Part,
@@ -125,8 +124,9 @@ class CudaRunner(ModelRunner):
     """Executes plans on one GPU.
 
     max_rows: most decode rows of a step. max_context: most tokens of a row. max_tokens: most tokens
-    of a step. graphs: capture a graph for every decode width, now. prompt_graphs: and for prompts
-    of some sizes. step_timeout_s: most seconds from the wait for a step to its end.
+    of a step. graphs: capture a graph for every decode width, now. graph_prompts: and for so many
+    prompts, of some sizes together. step_timeout_s: most seconds from the wait for a step to its
+    end.
 
     prompt_replays: steps whose prompts were the replay of a graph.
 
@@ -148,7 +148,7 @@ class CudaRunner(ModelRunner):
         max_context: int,
         max_tokens: int,
         graphs: bool,
-        prompt_graphs: bool,
+        graph_prompts: int,
         step_timeout_s: float,
     ) -> None:
         super().__init__(model, kv, state)
@@ -158,6 +158,7 @@ class CudaRunner(ModelRunner):
         weakref.finalize(self, _give_stream_back, kv.device, self.stream, self.waits)
         self._widths = sorted({decode_width(rows) for rows in range(1, max_rows + 1)})
         widest = self._widths[-1]
+        self._max_context = max_context
         self._table_pages = -(-max_context // kv.page_tokens)
         with torch.cuda.device(self._device):
             self._sampled = _event()
@@ -172,13 +173,13 @@ class CudaRunner(ModelRunner):
             self._tickets = [_Ticket(2 * widest), _Ticket(2 * widest)]
             self._graphs: dict[int, _Captured] = {}
             self._prompt_graphs: dict[int, _Captured] = {}
-            self._prompt_samples = min(PROMPT_SEGMENTS, max_rows)
+            self._graph_prompts = min(graph_prompts, max_rows)
             # Elsewhere decode rows share the products of prompts.
             self._splits = model.backend.deterministic
             if graphs:
                 with torch.inference_mode():
                     self._capture_decode()
-                    if prompt_graphs:
+                    if self._graph_prompts:
                         self._capture_prompts(prompt_sizes(max_tokens))
         self.replays = self.prompt_replays = 0
         self.runs_ahead = graphs
@@ -331,8 +332,7 @@ class CudaRunner(ModelRunner):
 
     def _prompt_graph(self, plan: StepPlan) -> _Captured | None:
         """The smallest graph that all prompts of a plan fit, if there is one."""
-        prompts, samples = plan.num_rows - plan.num_decode, len(PROMPTS.samples(plan))
-        if prompts > self._prompt_samples or samples > self._prompt_samples:
+        if plan.num_rows - plan.num_decode > self._graph_prompts:
             return None
         tokens = len(plan.token_ids) - plan.num_decode
         size = next((size for size in self._prompt_graphs if size >= tokens), None)
@@ -471,12 +471,12 @@ class CudaRunner(ModelRunner):
         largest = sizes[-1]
         nbytes = self._prompt_shape(largest).nbytes
         self._prompt_staging = _Staging(nbytes, self._device, self.waits)
-        samples, first = self._prompt_samples, self._widths[-1]
-        tokens = self._tokens[first : first + samples]
+        prompts, first = self._graph_prompts, self._widths[-1]
+        tokens = self._tokens[first : first + prompts]
         for size in reversed(sizes):
             arrays = self._padded(self._prompt_staging, self._prompt_shape(size))
             device = arrays.device
-            segments = DeviceSegments.captured(size, samples, device["segments"])
+            segments = DeviceSegments.captured(size, prompts, self._max_context, device["segments"])
             batch = self._forward_batch(arrays, segments, device["sample_index"])
             logits = None if size == largest else self._prompt_logits
             graph, made = self._captured(batch, tokens, logits)
@@ -520,14 +520,14 @@ class CudaRunner(ModelRunner):
         return StepShape(tokens=width, decode_rows=width, table_pages=self._table_pages)
 
     def _prompt_shape(self, tokens: int) -> StepShape:
-        samples = self._prompt_samples
+        prompts = self._graph_prompts
         return StepShape(
             tokens=tokens,
             decode_rows=0,
             table_pages=1,
-            samples=samples,
-            segments=samples,
-            segment_pages=samples * self._table_pages,
+            samples=prompts,  # one each, at most
+            segments=prompts,
+            segment_pages=prompts * self._table_pages,
         )
 
 

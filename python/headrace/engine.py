@@ -208,6 +208,7 @@ class Engine:
     def _runner(self, model: DecoderModel) -> ModelRunner:
         if self.device.type != "cuda":
             return ModelRunner(model, self.kv, self.state)
+        from headrace.backends.cuda.prefill_attention import most_captured
         from headrace.backends.cuda_ops import CudaBackend
         from headrace.cuda_runner import CudaRunner
 
@@ -229,7 +230,7 @@ class Engine:
             max_context=self.max_context,
             max_tokens=self.config.max_batch_tokens,
             graphs=graphs,
-            prompt_graphs=graphs and self.backend.captures_prompts,
+            graph_prompts=most_captured(self.kv.format) if graphs else 0,
             step_timeout_s=self.config.step_timeout_s,
         )
 

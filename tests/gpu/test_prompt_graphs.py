@@ -5,7 +5,8 @@ import torch
 from test_cuda_engine import assert_same, make, run
 
 from headrace import SamplingParams
-from headrace.backends.cuda.step_arrays import PROMPT_SEGMENTS, PROMPT_TOKENS
+from headrace.backends.cuda.prefill_attention import most_captured
+from headrace.backends.cuda.step_arrays import PROMPT_TOKENS
 from tiny_models import random_prompt
 
 MODELS = ("tiny_llama", "tiny_qwen3_d128", "tiny_hybrid", "tiny_hybrid_27")
@@ -33,10 +34,10 @@ def prompts_of(lengths):
     return [random_prompt(length, seed=1000 * length + i) for i, length in enumerate(lengths)]
 
 
-def by_graphs(plan):
+def by_graphs(engine, plan):
     """Whether the prompts of a plan are for a graph, as far as their number and sizes tell."""
     prompts, tokens = plan.num_rows - plan.num_decode, len(plan.token_ids) - plan.num_decode
-    return 0 < prompts <= PROMPT_SEGMENTS and tokens <= PROMPT_TOKENS[-1]
+    return 0 < prompts <= most_captured(engine.kv.format) and tokens <= PROMPT_TOKENS[-1]
 
 
 def counted(engine, prompts, steps=3, **options):
@@ -45,7 +46,7 @@ def counted(engine, prompts, steps=3, **options):
 
     def between(plan, step):
         del step
-        expected[0] += by_graphs(plan)
+        expected[0] += by_graphs(engine, plan)
 
     result = run(engine, prompts, steps, between=between, **options)
     graphs = engine.config.cuda_graphs
@@ -102,10 +103,24 @@ def test_without_fixed_bits_prompts_are_replayed_too(tiny):
         assert engine.runner.replays - before > 0
 
 
-@pytest.mark.parametrize("options", [{"kv_dtype": "fp8_e4m3"}, {"dtype": "float32"}])
-def test_what_cannot_be_captured_is_launched(tiny, options):
-    """Codes are decoded into a workspace of the prompt's size; fp32 goes tile by tile."""
-    with make(tiny("tiny_qwen3_d128"), **({"dtype": "bfloat16"} | OPTIONS | options)) as engine:
+@pytest.mark.parametrize("layout", ["slots", "paged"])
+@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "int8_per_token_head", "turboquant_k8v4"])
+@pytest.mark.parametrize("name", ["tiny_qwen3_d128", "tiny_hybrid_27"])
+def test_prompts_over_codes(tiny, name, kv_dtype, layout):
+    """They are decoded into a workspace, in a graph as well: four prompts of one."""
+    options = OPTIONS | {"dtype": "bfloat16", "kv_layout": layout, "kv_dtype": kv_dtype}
+    results = []
+    for graphs, tokens in ((False, 1024), (True, 1024), (True, 128)):
+        with make(tiny(name), cuda_graphs=graphs, max_batch_tokens=tokens, **options) as engine:
+            results.append([counted(engine, prompts_of(lengths)) for lengths in GROUPS])
+    for other in results[1:]:
+        for one, two in zip(results[0], other, strict=True):
+            assert_same(one, two)
+
+
+def test_what_cannot_be_captured_is_launched(tiny):
+    """Exact fp32 goes tile by tile of every prompt."""
+    with make(tiny("tiny_qwen3_d128"), dtype="float32", **OPTIONS) as engine:
         run(engine, prompts_of((70, 5)), 3)
         assert engine.runner.prompt_replays == 0
         assert engine.runner.replays > 0

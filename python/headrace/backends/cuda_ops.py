@@ -22,7 +22,7 @@ from headrace.backends.cuda.gemm import ELEMENTS, MAX_ROWS, SkinnyGemm
 from headrace.backends.cuda.kv import HEAD_DIMS, MAX_GROUP, KVKernels, LowWindow, QKNorm, Rotary
 from headrace.backends.cuda.loader import require_gpu
 from headrace.backends.cuda.many_rows import ManyRows
-from headrace.backends.cuda.prefill_attention import PrefillAttention, Workspace
+from headrace.backends.cuda.prefill_attention import PrefillAttention
 from headrace.backends.torch_ops import TileMask, TorchBackend
 from headrace.errors import ConfigError
 from headrace.kv.cache import KVCache
@@ -112,11 +112,6 @@ class CudaBackend:
         )
         if self._dtype != torch.float32:
             self._prefill = PrefillAttention(self._kv)
-
-    @property
-    def captures_prompts(self) -> bool:
-        """Whether what a step does with prompts can be captured, whatever they are."""
-        return self._prefill is not None and self._prefill.direct
 
     def embed(
         self, ids: torch.Tensor, table: torch.Tensor, feed: "TokenFeed | None" = None
@@ -320,10 +315,14 @@ class CudaBackend:
             assert self._prefill is not None, "the cache was attached"
             self._prefill.attend(layer, q, segments, out=out, low=_low(window))
             return
-        workspace = Workspace(self._kernels(kv), segments, q.dtype)
         for segment in segments:
             rows = slice(segment.offset, segment.offset + segment.length)
-            keys, values = workspace.gather(layer, segment, _low(window))
+            assert isinstance(segment.table, torch.Tensor), "a table of the device"
+            shape = (2, segment.start + segment.length, kv.kv_heads, q.shape[2])
+            keys, values = torch.empty(shape, dtype=q.dtype, device=q.device).unbind()
+            self._kernels(kv).gather(
+                layer, segment.table, 0, k_out=keys, v_out=values, low=_low(window)
+            )
             mask = self._exact.tile_mask
             out[rows] = _tiled_attention(q[rows], keys, values, segment.start, mask)
 

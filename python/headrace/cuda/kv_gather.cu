@@ -1,11 +1,11 @@
 // Gather: K and V of a run of tokens of one request, dequantised into a contiguous workspace for
-// library attention over a prefix.
+// attention of prompts.
 //
-// Grid: ceil(tokens * kv_heads * 2 / (4 * 4)); block: 128, one warp four consecutive tokens of
-// one (head, K or V). No shared memory. Bounded by bytes: reads the stored row, writes D
+// Grid: any; block: 128, one warp four consecutive tokens of one (head, K or V) at a time. No shared memory. Bounded by bytes: reads the stored row, writes D
 // elements. Values are `f32(code) * f32(scale)`, exact; with `restore` the rotation is undone in
 // fp32; one rounding to the dtype of the workspace.
 #include "kv_common.cuh"
+#include "segments.cuh"
 
 constexpr int WARPS = 4;
 constexpr int RUN = 4;
@@ -44,44 +44,49 @@ DEVICE void decode(float (&x)[D / 32], const u8* codes, const u16* scales, bool 
     }
 }
 
-// Tokens first..first+tokens-1 of the row of `table` [max_pages]. k_out, v_out: dtype OUT,
+// Tokens first..first+tokens-1 of the row of `table` [max_pages], or all of `segment` and before it. k_out, v_out: dtype OUT,
 // element (token, head, d) at token * out_token + head * out_head + d. k0: see `Pages`, null
 // without LOW.
 template <int DT, int FMT, int D, int OUT>
 __global__ void __launch_bounds__(32 * WARPS)
-    kv_gather(const u32* table, int max_pages, int page_tokens, u32 layer, u32 pool_pages,
+    kv_gather(const Segment* segment, const u32* table, int max_pages, int page_tokens, u32 layer, u32 pool_pages,
               u32 window, const u32* k0, int first, int tokens, int kv_heads, const u8* k_codes,
               const u16* k_scales, const u8* v_codes, const u16* v_scales, void* k_out,
               void* v_out, i64 out_token, i64 out_head, int restore) {
     constexpr int W = D / 32;
     int lane = threadIdx.x % 32;
-    int runs = (tokens + RUN - 1) / RUN;
-    i64 index = i64(blockIdx.x) * WARPS + threadIdx.x / 32;
-    if (index >= i64(runs) * kv_heads * 2) return;
-    // Heads next to each other: their rows are, too.
-    int head = int(index % kv_heads);
-    bool is_v = index / kv_heads % 2;
-    int start = int(index / kv_heads / 2) * RUN;
-    Pages pages = pages_of(table, max_pages, page_tokens, layer, pool_pages, window, k0);
-    // A run that ends early repeats its last token, and does not store it again.
-    float x[RUN][W];
-#pragma unroll
-    for (int t = 0; t < RUN; ++t) {
-        int token = first + min(start + t, tokens - 1);
-        i64 row = pages.flat_token(pages.entry(0, token), token) * kv_heads + head;
-        const u8* codes = is_v ? v_codes + row * v_row_bytes(FMT, DT, D)
-                               : k_codes + row * k_row_bytes(FMT, DT, D);
-        const u16* scales = (is_v ? v_scales : k_scales) + row * scale_blocks(FMT, D);
-        decode<DT, FMT, D>(x[t], codes, scales, is_v, lane);
+    if (segment) {
+        table = segment->table, max_pages = segment->pages;
+        tokens = segment->tokens ? segment->start + segment->tokens : 0;
     }
-    if constexpr (FMT == INT8 || FMT == K8V4) {
-        if (restore) unrotate<D>(x, lane);
-    }
+    const Pages pages = pages_of(table, max_pages, page_tokens, layer, pool_pages, window, k0);
+    const i64 works = i64((tokens + RUN - 1) / RUN) * kv_heads * 2;
+    for (i64 index = i64(blockIdx.x) * WARPS + threadIdx.x / 32; index < works;
+         index += i64(gridDim.x) * WARPS) {
+        // Heads next to each other: their rows are, too.
+        int head = int(index % kv_heads);
+        bool is_v = index / kv_heads % 2;
+        int start = int(index / kv_heads / 2) * RUN;
+        // A run that ends early repeats its last token, and does not store it again.
+        float x[RUN][W];
 #pragma unroll
-    for (int t = 0; t < RUN; ++t) {
-        if (start + t >= tokens) break;
-        i64 target = i64(start + t) * out_token + head * out_head;
-        u8* out = static_cast<u8*>(is_v ? v_out : k_out) + target * itemsize(OUT);
-        store_lane<OUT>(x[t], out, lane);
+        for (int t = 0; t < RUN; ++t) {
+            int token = first + min(start + t, tokens - 1);
+            i64 row = pages.flat_token(pages.entry(0, token), token) * kv_heads + head;
+            const u8* codes = is_v ? v_codes + row * v_row_bytes(FMT, DT, D)
+                                   : k_codes + row * k_row_bytes(FMT, DT, D);
+            const u16* scales = (is_v ? v_scales : k_scales) + row * scale_blocks(FMT, D);
+            decode<DT, FMT, D>(x[t], codes, scales, is_v, lane);
+        }
+        if constexpr (FMT == INT8 || FMT == K8V4) {
+            if (restore) unrotate<D>(x, lane);
+        }
+#pragma unroll
+        for (int t = 0; t < RUN; ++t) {
+            if (start + t >= tokens) break;
+            i64 target = i64(start + t) * out_token + head * out_head;
+            u8* out = static_cast<u8*>(is_v ? v_out : k_out) + target * itemsize(OUT);
+            store_lane<OUT>(x[t], out, lane);
+        }
     }
 }

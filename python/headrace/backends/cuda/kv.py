@@ -35,6 +35,7 @@ _APPEND_WAVE = 8192
 _APPEND_TOGETHER, _APPEND_SPAN = 4, 8
 _MAX_VECTORS = 2**32 - _APPEND_WARPS  # the kernel numbers them in 32 bits
 _GATHER_WARPS, _GATHER_RUN = 4, 4
+_GATHER_CTAS = 1 << 12  # several rounds of any GPU; the room of a graph is mostly empty
 _MERGE_THREADS = 256
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -381,6 +382,30 @@ class KVKernels:
         the rotation of rotated formats, so that plain queries can be used; without, values stay in
         the code domain.
         """
+        pages = self.pages(layer, table.unsqueeze(0), low)
+        self._gather(0, pages, first, k_out, v_out, restore=restore)
+
+    def gather_segment(
+        self, places: tuple[int, ...], record: int, k_out: torch.Tensor, v_out: torch.Tensor
+    ) -> None:
+        """Dequantise all tokens of the request of a segment, as `gather`.
+
+        places: see there. record: its address on the device, see `DeviceSegments`. k_out, v_out: as
+        many tokens as it may have, of which those that it does not have are left alone.
+        """
+        # Its table the kernel finds in the record.
+        self._gather(record, (0, 0, *places), 0, k_out, v_out, restore=True)
+
+    def _gather(
+        self,
+        record: int,
+        pages: tuple[int, ...],
+        first: int,
+        k_out: torch.Tensor,
+        v_out: torch.Tensor,
+        *,
+        restore: bool,
+    ) -> None:
         tokens = k_out.shape[0]
         if tokens == 0:
             return
@@ -389,10 +414,11 @@ class KVKernels:
         assert k_out.stride(-1) == 1, "rows are contiguous"
         runs = -(-tokens // _GATHER_RUN) * self._kv_heads * 2
         self._gather_function(k_out.dtype).launch(
-            (-(-runs // _GATHER_WARPS),),
+            (min(-(-runs // _GATHER_WARPS), _GATHER_CTAS),),
             32 * _GATHER_WARPS,
             (
-                *self.pages(layer, table.unsqueeze(0), low),
+                record,
+                *pages,
                 first,
                 tokens,
                 self._kv_heads,

@@ -8,8 +8,8 @@ allowance. No state.
 
 from headrace._core import decode_width
 from headrace.backends.cuda.kv import scratch_bytes
-from headrace.backends.cuda.prefill_attention import reads_pool
-from headrace.backends.cuda.step_arrays import PROMPT_SEGMENTS, StepShape, prompt_sizes
+from headrace.backends.cuda.prefill_attention import most_captured, reads_pool
+from headrace.backends.cuda.step_arrays import StepShape, prompt_sizes
 from headrace.kv.formats import KVFormat
 from headrace.models.config import ModelConfig
 
@@ -42,11 +42,11 @@ def step_bytes(
     table_pages = -(-max_context // page_tokens)
     arrays = StepShape(tokens=rows, decode_rows=rows, table_pages=table_pages).nbytes
     mixer = _mixer_bytes(config, itemsize)
-    samples, captured = 0, 0
-    if reads_pool(kv_format):
-        samples, size = min(slots, PROMPT_SEGMENTS), prompt_sizes(max_batch_tokens)[-1]
-        captured = size * (token_workspace + mixer) + samples * table_pages * _INT32
-    logits = (rows + samples) * config.vocab_size * _FLOAT32
+    captured, prompts = 0, min(slots, most_captured(kv_format))
+    if prompts:
+        size = prompt_sizes(max_batch_tokens)[-1]
+        captured = size * (token_workspace + mixer) + prompts * table_pages * _INT32
+    logits = (rows + prompts) * config.vocab_size * _FLOAT32
     return RESERVE_BYTES + attention + gathered + arrays + logits + tokens * mixer + captured
 
 

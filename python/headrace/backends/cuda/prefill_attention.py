@@ -1,7 +1,8 @@
 """Attention of prompts, over the pool or a workspace.
 
 KV in the model's own dtype is read where it lies, by up to 32 segments a launch. Codes are decoded
-into a workspace first, one segment at a time. No locks: calls are made by whoever runs the step.
+into a workspace first, the KV of one request at a time. No locks: calls are made by whoever runs
+the step.
 """
 
 import functools
@@ -30,6 +31,9 @@ _ALIGNMENT = 16  # of a row of queries or results, in bytes
 # that have at least so many of them for a multiprocessor.
 _TILES = {64: (2, 3), 128: (2, 3), 256: (2,)}
 _UNITS_EACH = 2
+# Prompts of a captured step. The delta rule has the chunks of eight of them in one pass; with codes
+# each takes two launches a layer, also where there is none.
+_CAPTURED, _CAPTURED_CODES = 8, 4
 
 
 def _variant(dtype: torch.dtype, head_dim: int, tiles: int) -> Variant:
@@ -57,32 +61,17 @@ def reads_pool(kv_format: KVFormat) -> bool:
     return kv_format.name == AUTO and kv_format.model_dtype in _DTYPES
 
 
-class Workspace:
-    """K and V of one segment at a time, decoded: room for the longest of some segments."""
-
-    def __init__(
-        self, kernels: KVKernels, segments: "Sequence[PrefillSegment]", dtype: torch.dtype
-    ) -> None:
-        layout = kernels.pool.layout
-        longest = max(segment.start + segment.length for segment in segments)
-        shape = (2, longest, layout.kv_heads, layout.head_dim)
-        self._memory = torch.empty(shape, dtype=dtype, device=kernels.pool.device)
-        self._kernels = kernels
-
-    def gather(
-        self, layer: int, segment: "PrefillSegment", low: LowWindow | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V `[end, kv_heads, head_dim]` of all tokens; the next call writes there again."""
-        keys, values = self._memory[:, : segment.start + segment.length].unbind()
-        assert isinstance(segment.table, torch.Tensor), "a table of the device"
-        self._kernels.gather(layer, segment.table, 0, k_out=keys, v_out=values, low=low)
-        return keys, values
+def most_captured(kv_format: KVFormat) -> int:
+    """Most prompts of a captured step; 0 if what it does with them cannot be captured."""
+    if kv_format.model_dtype not in _DTYPES:
+        return 0
+    return _CAPTURED if reads_pool(kv_format) else _CAPTURED_CODES
 
 
 class PrefillAttention:
     """Attention of new tokens of one or more requests over their own KV, causal.
 
-    For models in bf16 or fp16, over a pool of any format. direct: KV is read where it lies. Serves
+    For models in bf16 or fp16, over a pool of any format. Serves
     one stream at a time: the count of drawn units is zero between launches.
     """
 
@@ -92,7 +81,7 @@ class PrefillAttention:
         self._kv_heads, self._head_dim = layout.kv_heads, layout.head_dim
         self._scale = np.float32(math.log2(math.e) / math.sqrt(layout.head_dim))
         self._dtype = layout.kv_format.model_dtype
-        self.direct = reads_pool(layout.kv_format)
+        self._direct = reads_pool(layout.kv_format)
         self._by_tiles = {
             tiles: _kernel(self._dtype, layout.head_dim, tiles, torch.cuda.current_device())
             for tiles in _TILES[layout.head_dim]
@@ -100,8 +89,10 @@ class PrefillAttention:
         device = kernels.pool.device
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._drawn = torch.zeros(1, dtype=torch.int32, device=device)
-        if not self.direct:
-            # A workspace is one page, the first.
+        if not self._direct:
+            shape = (2, kernels.max_context, layout.kv_heads, layout.head_dim)
+            self._workspace = torch.empty(shape, dtype=self._dtype, device=device)
+            # It is one page, the first.
             self._first_page = torch.zeros(1, dtype=torch.int32, device=device)
 
     def attend(
@@ -126,20 +117,23 @@ class PrefillAttention:
         """
         rows = (*self._rows("q", q), *self._rows("out", out))
         segments = on_device(segments, q.device)
-        if self.direct:
+        if self._direct:
             planes = self._kernels.planes[::2]  # without scales
             pages = self._kernels.places(layer, segments.table_pages, low)
             for group in segments.groups:
                 self._launch(group, group.tokens, (-1, 0), (*pages, *planes, *rows))
             return
-        workspace = Workspace(self._kernels, segments, q.dtype)
-        for group, members in zip(segments.groups, segments.members, strict=True):
-            for index, segment in enumerate(members):
-                keys, values = workspace.gather(layer, segment, low)
-                page = (keys.shape[0], 0, 0, 1, 0)
+        workspace = self._workspace
+        for group in segments.groups:
+            for index, (tokens, end) in enumerate(group.spans):
+                keys, values = workspace[:, :end].unbind()
+                assert len(keys) == end, "the workspace has the longest request"
+                places = self._kernels.places(layer, segments.table_pages, low)
+                self._kernels.gather_segment(places, group.record(index), keys, values)
+                page = (workspace.shape[1], 0, 0, 1, 0)
                 planes = (keys.data_ptr(), values.data_ptr())
                 only = (index, self._first_page.data_ptr())
-                self._launch(group, segment.length, only, (*page, *planes, *rows))
+                self._launch(group, tokens, only, (*page, *planes, *rows))
 
     def _launch(
         self, group: SegmentGroup, tokens: int, only: tuple[int, int], rest: tuple[int, ...]

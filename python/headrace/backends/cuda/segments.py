@@ -23,34 +23,41 @@ GROUP_BYTES = GROUP * _RECORD.size
 class SegmentGroup:
     """Up to 32 segments of one launch.
 
-    address: of the records; tokens: of all together; count: segments, the first of the records.
-    chunks: what is between absolute multiples of 64, a part of one included. In a captured graph
-    these are the most there may be.
+    address: of the records; tokens: of all together; spans: of each record, its tokens and the
+    position after them; chunks: what is between absolute multiples of 64, a part of one included.
+    In a captured graph these are the most there may be.
     """
 
     address: int
     tokens: int
-    count: int
+    spans: tuple[tuple[int, int], ...]
     chunks: int
+
+    @property
+    def count(self) -> int:
+        """Segments."""
+        return len(self.spans)
+
+    def record(self, index: int) -> int:
+        """Address of a record."""
+        return self.address + index * _RECORD.size
 
 
 class DeviceSegments(Sequence[PrefillSegment]):
     """Segments of a step, and their records on the device.
 
     memory: `nbytes_for(len(segments))` bytes, to which whoever makes this sends the `records`.
-    table_pages: of the longest table. members: the segments of each group, in the order of records.
+    table_pages: of the longest table.
     """
 
     def __init__(self, segments: Sequence[PrefillSegment], memory: torch.Tensor) -> None:
         self._segments = tuple(segments)
         self._memory = memory
         ordered = sorted(self._segments, key=lambda one: _order(one.start, one.length))
-        self.members = [ordered[at : at + GROUP] for at in range(0, len(ordered), GROUP)]
         self.table_pages = max((len(segment.table) for segment in ordered), default=0)
-        start = memory.data_ptr()
         self.groups = [
-            _group(members, start + index * GROUP_BYTES)
-            for index, members in enumerate(self.members)
+            _group(ordered[at : at + GROUP], memory.data_ptr() + at * _RECORD.size)
+            for at in range(0, len(ordered), GROUP)
         ]
 
     @classmethod
@@ -73,10 +80,11 @@ class DeviceSegments(Sequence[PrefillSegment]):
         return made
 
     @classmethod
-    def captured(cls, tokens: int, count: int, memory: torch.Tensor) -> "DeviceSegments":
+    def captured(cls, tokens: int, count: int, end: int, memory: torch.Tensor) -> "DeviceSegments":
         """What a graph is captured with: room for so many segments of so many tokens in all.
 
-        memory: one group. It has no segments of its own but one in the place of all.
+        end: most tokens of a request. memory: one group. It has no segments of its own but one in
+        the place of all.
         """
         table = torch.empty(0, dtype=torch.int32, device=memory.device)
         whole = PrefillSegment(table=table, state_slot=-1, start=0, length=tokens, offset=0)
@@ -84,7 +92,12 @@ class DeviceSegments(Sequence[PrefillSegment]):
         # A segment that begins and ends inside of a chunk has two that are not whole.
         chunks = tokens // DELTA_CHUNK + 2 * count
         made.groups = [
-            SegmentGroup(address=memory.data_ptr(), tokens=tokens, count=count, chunks=chunks)
+            SegmentGroup(
+                address=memory.data_ptr(),
+                tokens=tokens,
+                spans=((tokens, end),) * count,
+                chunks=chunks,
+            )
         ]
         return made
 
@@ -137,7 +150,7 @@ def _group(members: Sequence[PrefillSegment], address: int) -> SegmentGroup:
     return SegmentGroup(
         address=address,
         tokens=sum(segment.length for segment in members),
-        count=len(members),
+        spans=tuple((segment.length, segment.start + segment.length) for segment in members),
         chunks=sum(
             -(-(segment.start % DELTA_CHUNK + segment.length) // DELTA_CHUNK) for segment in members
         ),

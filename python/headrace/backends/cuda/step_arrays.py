@@ -25,8 +25,6 @@ _PADDED_BY_MINUS_ONE = ("token_pages", "token_offsets", "token_sources", "state_
 
 # Tokens of graphs of prompts; a longer step keeps the device busy while it is launched.
 PROMPT_TOKENS = (64, 128, 192, 256, 384, 512, 768, 1024)
-# Most prompts of one of them; the delta rule then has its chunks in one pass.
-PROMPT_SEGMENTS = 8
 
 
 def prompt_sizes(max_tokens: int) -> tuple[int, ...]:
