@@ -307,6 +307,16 @@ __device__ __forceinline__ int chunks_before(const Segment* segments, int index)
     return __reduce_add_sync(0xffffffffu, lane < index ? chunks_of(segments[lane]) : 0);
 }
 
+// The same segment in registers that a warp has once, which leaves the others for the state.
+__device__ __forceinline__ Segment uniform(Segment segment) {
+    const auto once = [](int& field) { field = __reduce_max_sync(0xffffffffu, field); };
+    once(segment.start);
+    once(segment.tokens);
+    once(segment.row);
+    once(segment.slot);
+    return segment;
+}
+
 // A chunk in shared memory.
 struct Stage {
     const Scratch* scratch;
@@ -352,7 +362,7 @@ extern "C" __global__ void __launch_bounds__(kStateThreads, 1)
     delta_states(const Element* qkv, long long stride, const Scratch* scratch, float* state,
                  float* out, const Segment* segments, int first, int most, int group) {
     extern __shared__ uint4 dynamic[];
-    const Segment segment = segments[blockIdx.z];
+    const Segment segment = uniform(segments[blockIdx.z]);
     // Chunks of this pass, counted within the segment.
     const int begin = first - chunks_before(segments, blockIdx.z), skipped = max(begin, 0);
     const int chunks = min(begin + most, chunks_of(segment)) - skipped;
