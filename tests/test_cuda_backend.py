@@ -188,18 +188,21 @@ def test_segments_and_records_have_one_order():
         )
         offset += length
     sent = DeviceSegments.sent(segments, torch.device("cpu"))
-    records = sent._memory.numpy().view(np.int32).reshape(-1, 8)[:, 2:]
-    assert sent._memory.nbytes == nbytes_for(len(lengths)) == 64 * 32
-    place = 0
-    for group, members in zip(sent.groups, sent.members, strict=True):
-        assert (group.count, group.tokens) == (
-            len(members),
-            sum(segment.length for segment in members),
-        )
-        for index, segment in enumerate(members):
-            record = (1, segment.start, segment.length, segment.offset, segment.state_slot, 0)
-            assert tuple(records[place + index]) == record
-        place += 32
+    records = sent.memory.numpy().view(np.int32).reshape(-1, 8)[:, 2:]
+    assert sent.memory.nbytes == nbytes_for(len(lengths)) == 64 * 32
+    assert [group.count for group in sent.groups] == [32, len(lengths) - 32]
+    assert sum(group.tokens for group in sent.groups) == sum(lengths)
+    base = sent.memory.data_ptr()
+    for group in sent.groups:
+        for index, (tokens, end) in enumerate(group.spans):
+            pages, start, length, row, slot, padding = records[(group.record(index) - base) // 32]
+            assert (length, start + length, pages, padding) == (tokens, end, 1, 0)
+            assert (start, length, row) == (
+                segments[slot].start,
+                segments[slot].length,
+                segments[slot].offset,
+            )
+    assert sorted(records[: len(lengths), 4]) == list(range(len(lengths)))
     assert not records[len(lengths) :].any()
     assert list(sent) == segments
 

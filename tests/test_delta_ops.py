@@ -4,7 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from headrace.backends.base import DeltaWeights
 from headrace.backends.torch_ops import TorchBackend
+from headrace.models.batch import PrefillSegment
 from tiny_models import relative
 
 EXACT = TorchBackend("cpu", deterministic=True)
@@ -148,3 +150,64 @@ def test_pointwise_operations_are_row_invariant(width):
         assert torch.equal(EXACT.sigmoid_gate(a[rows], b[rows]), gated[rows])
     exact = -a_log.double().exp() * F.softplus(a.double() + dt_bias.double())
     torch.testing.assert_close(g.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prompts_of_a_layer_are_its_operations_one_after_the_other(dtype, deterministic):
+    """Rows and slots of no segment, and what a prompt from its beginning finds, are not touched."""
+    backend = TorchBackend("cpu", deterministic=deterministic)
+    generator = torch.Generator().manual_seed(5)
+
+    def noise(*shape, to=dtype):
+        return torch.randn(shape, generator=generator).to(to)
+
+    spans, first = [(3, 37, 70), (0, 0, 1), (4, 64, 3), (1, 0, 130)], 2
+    tokens = first + sum(length for _, _, length in spans) + 3
+    sizes, channels, value_size = (2, 4, 32, 16), 2 * 64 + 64, 64
+    qkv, z = noise(tokens, channels + value_size).split([channels, value_size], dim=1)
+    b, a = noise(tokens, 2 * sizes[1]).chunk(2, dim=1)
+    weights = DeltaWeights(
+        taps=noise(channels, 4, to=torch.float32),
+        a_log=noise(sizes[1], to=torch.float32),
+        dt_bias=noise(sizes[1], to=torch.float32),
+        norm=noise(sizes[3]),
+        eps=1e-6,
+    )
+    conv, state = noise(5, channels, 3), noise(5, sizes[1], sizes[3], sizes[2], to=torch.float32)
+    segments, expected = [], torch.full((tokens, value_size), 3.0, dtype=dtype)
+    out, offset = expected.clone(), first
+    their_conv, their_state = conv.clone(), state.clone()
+    for slot, start, length in spans:
+        segments.append(
+            PrefillSegment(table=[], state_slot=slot, start=start, length=length, offset=offset)
+        )
+        rows, initial = slice(offset, offset + length), start > 0
+        if not initial:
+            conv[slot], state[slot] = torch.nan, torch.nan
+        beta, g = backend.delta_gates(b[rows], a[rows], weights.a_log, weights.dt_bias)
+        mixed = backend.conv_prefill(
+            qkv[rows], weights.taps, their_conv, slot, has_initial_state=initial
+        )
+        q, k, v = mixed.split([64, 64, value_size], dim=1)
+        heads = (q.reshape(length, 2, 32), k.reshape(length, 2, 32), v.reshape(length, 4, 16))
+        values = backend.gated_delta_prefill(
+            *heads, g, beta, their_state, slot, start, has_initial_state=initial
+        )
+        normed = backend.gated_rms_norm(values, z[rows].view(values.shape), weights.norm, 1e-6)
+        expected[rows] = normed.reshape(length, value_size)
+        offset += length
+    backend.delta_mix_prefill(qkv, z, b, a, weights, conv, state, segments, out=out)
+    assert torch.equal(out, expected)
+    assert torch.equal(conv, their_conv)
+    assert torch.equal(state, their_state)
+    rows, slots = slice(0, first), torch.tensor([2, -1])
+    stepped = backend.delta_mix_step(
+        qkv[rows], z[rows], b[rows], a[rows], weights, conv, state, slots, out=out[rows]
+    )
+    again = backend.delta_mix_step(
+        qkv[rows], z[rows], b[rows], a[rows], weights, their_conv, their_state, slots
+    )
+    assert stepped.data_ptr() == out.data_ptr()
+    assert torch.equal(out[rows], again)
+    assert torch.equal(out[first:], expected[first:])

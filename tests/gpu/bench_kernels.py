@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from headrace.backends.cuda import fused, kv
+from headrace.backends.cuda import fused, kv, prefill
 from headrace.backends.cuda.delta import DeltaPrefill, DeltaStep, DeltaWeights
 from headrace.backends.cuda.gemm import (
     TILINGS,
@@ -135,18 +135,22 @@ def bench_sweep() -> None:
             del weights
 
 
+def delta_weights(sizes: LinearAttention) -> DeltaWeights:
+    return DeltaWeights(
+        taps=torch.randn((sizes.channels, 4), device=DEVICE),
+        a_log=torch.zeros(sizes.value_heads, device=DEVICE),
+        dt_bias=torch.zeros(sizes.value_heads, device=DEVICE),
+        norm=torch.ones(sizes.value_head_dim, device=DEVICE, dtype=BF16),
+        eps=1e-6,
+    )
+
+
 def bench_delta() -> None:
     sizes = LinearAttention(key_heads=16, value_heads=48, key_head_dim=128, value_head_dim=128)
     layers, pool = 8, 17
     state = torch.randn((layers, pool, 48, 128, 128), device=DEVICE) * 0.1
     conv = torch.randn((layers, pool, sizes.channels, 3), device=DEVICE, dtype=BF16)
-    weights = DeltaWeights(
-        taps=torch.randn((sizes.channels, 4), device=DEVICE),
-        a_log=torch.zeros(48, device=DEVICE),
-        dt_bias=torch.zeros(48, device=DEVICE),
-        norm=torch.ones(128, device=DEVICE, dtype=BF16),
-        eps=1e-6,
-    )
+    weights = delta_weights(sizes)
     step = DeltaStep(sizes, BF16)
     for rows in ROWS:
         projected = torch.randn(
@@ -172,14 +176,43 @@ def bench_delta() -> None:
 
 
 def bench_prefill(tokens: int = 8192) -> None:
+    """Convolution, delta rule and gated norm of a linear layer."""
     sizes = LinearAttention(key_heads=16, value_heads=48, key_head_dim=128, value_head_dim=128)
     kernel = DeltaPrefill(sizes, BF16, DEVICE)
-    q, k = (torch.randn((tokens, 16, 128), device=DEVICE, dtype=BF16) for _ in range(2))
-    v = torch.randn((tokens, 48, 128), device=DEVICE, dtype=BF16)
-    g, beta = (torch.rand((tokens, 48), device=DEVICE) for _ in range(2))
-    state = torch.zeros((48, 128, 128), device=DEVICE)
-    us = timed([lambda: kernel.prefill(q, k, v, -g, beta, state, 0, has_initial_state=False)] * 3)
-    print(f"delta prefill {tokens} tokens: {us / 1000:.3f} ms; x48 {48 * us / 1000:.0f} ms")
+    qkv, z = (
+        torch.randn((tokens, width), device=DEVICE, dtype=BF16)
+        for width in (sizes.channels, sizes.value_size)
+    )
+    b, a = torch.randn((tokens, 96), device=DEVICE, dtype=BF16).chunk(2, dim=1)
+    weights = delta_weights(sizes)
+    mixed, out = torch.randn_like(qkv), torch.empty_like(z)
+    values = torch.empty((tokens, 48, 128), device=DEVICE)
+    for prompts in (1, 8):
+        conv = torch.zeros((prompts, sizes.channels, 3), device=DEVICE, dtype=BF16)
+        state = torch.zeros((prompts, 48, 128, 128), device=DEVICE)
+        length = tokens // prompts
+        segments = DeviceSegments.sent(
+            [
+                PrefillSegment(
+                    table=torch.empty(0, dtype=torch.int32, device=DEVICE),
+                    state_slot=slot,
+                    start=0,
+                    length=length,
+                    offset=slot * length,
+                )
+                for slot in range(prompts)
+            ],
+            DEVICE,
+        )
+        calls = {
+            "convolution": lambda: prefill.conv_prefill(
+                qkv, weights.taps, conv, segments, out=mixed
+            ),
+            "delta": lambda: kernel.prefill(mixed, b, a, weights, state, segments, out=values),
+            "norm": lambda: prefill.gated_norm(values, z, weights.norm, 1e-6, out=out),
+        }
+        cells = [f"{name} {timed([call] * 3) / 1000:.3f}" for name, call in calls.items()]
+        print(f"prefill of {prompts} x {length} tokens, ms:", *cells)
 
 
 def bench_fused() -> None:

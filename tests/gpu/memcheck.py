@@ -12,7 +12,7 @@ import time
 
 import torch
 from kv_setup import DEVICE, build, noise, run_decode
-from test_delta_kernels import layer_of, prompt_of, step_of
+from test_delta_kernels import backend_of, layer_of, placed, prompt_of, sent, step_of
 from test_gemm_kernels import CODES, input_dtype, weight_of
 from test_kv_kernels import ALL_FORMATS, FORMATS, fused_inputs, kernels_of, norm_of
 from test_prefill_attention import attention_of, segments_of
@@ -59,25 +59,30 @@ def prompts():
     """Convolution, gated norm, quantised rows."""
     for dtype in (BF16, FP16, FP32):
         x, taps = noise(37, 1032, dtype=dtype), noise(1032, 4)
-        for initial in (False, True):
-            prefill.conv_prefill(x, taps, noise(1032, 3, dtype=dtype), initial=initial)
+        state, out = noise(3, 1032, 3, dtype=dtype), torch.empty_like(x)
+        prefill.conv_prefill(x, taps, state, sent((2, 0, 2), (0, 5, 35)), out=out)
+        z = noise(5, 6 * 64, dtype=dtype)
         prefill.gated_norm(
-            noise(5, 6, 64), noise(5, 6, 64, dtype=dtype), noise(64, dtype=dtype), 1e-6
+            noise(5, 6, 64), z, noise(64, dtype=dtype), 1e-6, out=torch.empty_like(z)
         )
         prefill.quantise_rows(noise(5, 384, dtype=dtype))
 
 
 def delta():
-    """Step with padding rows, and prefill that starts inside of a chunk."""
+    """Step with padding rows, and prompts that start inside of a chunk, alone and together."""
     for name in ("27b", "small"):
         layer = layer_of(name, BF16)
         slots = [3, -1, 6, 11, 0, 2, -1, 7]
         layer.run(step_of(layer, BF16), slice(None), slots, layer.conv, layer.state)
         layer.run(step_of(layer, BF16), slice(0, 1), [5], layer.conv, layer.state)
-        sizes, inputs, state = prompt_of(name, BF16, 150)
-        kernel = DeltaPrefill(sizes, BF16, DEVICE, max_chunks=2)
-        for initial in (False, True):
-            kernel.prefill(*inputs, state[1], 37, has_initial_state=initial)
+        prompt = prompt_of(name, BF16, 150)
+        kernel = DeltaPrefill(prompt.sizes, BF16, DEVICE, max_chunks=2)
+        for start in (0, 37):
+            prompt.run(kernel, prompt.state, (1, start, 150))
+        layer = layer_of(name, BF16, rows=210)
+        segments = placed((11, 37, 150), (0, 0, 1), (5, 64, 57), first=2)
+        out = torch.empty_like(layer.z.contiguous())
+        layer.mix(backend_of(layer, BF16, 2), segments, layer.conv, layer.state, out)
 
 
 def kv():

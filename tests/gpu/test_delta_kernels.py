@@ -7,8 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from headrace.backends.cuda.delta import DeltaPrefill, DeltaStep, DeltaWeights
+from headrace.backends.cuda.segments import GROUP, GROUP_BYTES, DeviceSegments
+from headrace.backends.cuda_ops import CudaBackend
 from headrace.backends.torch_ops import TorchBackend
 from headrace.errors import ConfigError
+from headrace.models.batch import PrefillSegment
 from headrace.models.hybrid_config import LinearAttention
 
 DEVICE = torch.device("cuda")
@@ -19,6 +22,8 @@ EPS = 1e-6
 OUTPUT = {BF16: 2.0**-8, FP16: 2.0**-11, FP32: 1e-5}
 # For bf16, T, P and what is multiplied with them keep 16 bits; each rounding is at most 2^-18.
 PREFILL = {BF16: 2.0**-16, FP16: 1e-5, FP32: 1e-5}
+# Of a few rows: both results are rounded, and the norm of a head may be of a small difference.
+MIXED = {BF16: 2.0**-7, FP16: 2.0**-10, FP32: 1e-4}
 SIZES = {
     "27b": (16, 48, 128, 128),
     "one": (1, 1, 128, 128),
@@ -50,6 +55,10 @@ class Layer:
             state,
             torch.tensor(slots, device=DEVICE),
         )
+
+    def mix(self, backend, segments, conv, state, out, rows=slice(None)):
+        inputs = (self.qkv[rows], self.z[rows], self.b[rows], self.a[rows], self.weights)
+        backend.delta_mix_prefill(*inputs, conv, state, segments, out=out)
 
 
 def layer_of(name, dtype, rows=8, slots=12):
@@ -229,111 +238,305 @@ def test_what_the_kernel_does_not_have_is_refused():
         )
 
 
-def prompt_of(name, dtype, tokens):
-    sizes = layer_of(name, dtype, rows=1).sizes
-    generator = torch.Generator(DEVICE).manual_seed(tokens)
+def placed(*spans, first=0):
+    """Segments (slot, start, tokens), one after the other from a row on."""
+    segments, offset = [], first
+    for slot, start, tokens in spans:
+        segments.append(
+            PrefillSegment(
+                table=torch.empty(0, dtype=torch.int32, device=DEVICE),
+                state_slot=slot,
+                start=start,
+                length=tokens,
+                offset=offset,
+            )
+        )
+        offset += tokens
+    return segments
 
-    def noise(*shape):
-        return torch.randn(shape, generator=generator, device=DEVICE)
 
-    mixed = noise(tokens, sizes.channels).to(dtype)  # strided, as the convolution leaves it
-    q, k, v = mixed.split([sizes.key_size, sizes.key_size, sizes.value_size], dim=1)
-    q, k = (x.unflatten(1, (sizes.key_heads, sizes.key_head_dim)) for x in (q, k))
-    v = v.unflatten(1, (sizes.value_heads, sizes.value_head_dim))
-    g = -noise(tokens, sizes.value_heads).exp()
-    beta = noise(tokens, sizes.value_heads).sigmoid()
-    state = noise(2, sizes.value_heads, sizes.value_head_dim, sizes.key_head_dim)
-    return sizes, (q, k, v, g, beta), state
+def sent(*spans, first=0):
+    return DeviceSegments.sent(placed(*spans, first=first), DEVICE)
+
+
+@dataclass
+class Prompt:
+    """What the delta rule is given; `mixed` as the convolution leaves it."""
+
+    sizes: LinearAttention
+    weights: DeltaWeights
+    mixed: torch.Tensor
+    b: torch.Tensor
+    a: torch.Tensor
+    state: torch.Tensor
+
+    @property
+    def heads(self):
+        """Views of q, k, v by heads."""
+        sizes = self.sizes
+        q, k, v = self.mixed.split([sizes.key_size, sizes.key_size, sizes.value_size], dim=1)
+        return (
+            q.unflatten(1, (sizes.key_heads, -1)),
+            k.unflatten(1, (sizes.key_heads, -1)),
+            v.unflatten(1, (sizes.value_heads, -1)),
+        )
+
+    def run(self, kernel, state, *spans, rows=slice(None)):
+        """Segments from the first of these rows on; what is not written is NaN."""
+        mixed, b, a = (x[rows] for x in (self.mixed, self.b, self.a))
+        shape = (len(mixed), self.sizes.value_heads, self.sizes.value_head_dim)
+        out = torch.full(shape, torch.nan, device=DEVICE)
+        kernel.prefill(mixed, b, a, self.weights, state, sent(*spans), out=out)
+        return out
+
+    def exact(self, slot, start):
+        """All rows as one segment, in float64."""
+        state = self.state.double()
+        beta = self.b.double().sigmoid()
+        rate = -self.weights.a_log.double().exp()
+        g = rate * F.softplus(self.a.double() + self.weights.dt_bias)
+        out = TORCH.gated_delta_prefill(
+            *(x.double() for x in self.heads),
+            g,
+            beta,
+            state,
+            slot,
+            start,
+            has_initial_state=start > 0,
+        )
+        return out, state
+
+
+def prompt_of(name, dtype, tokens, slots=2):
+    """Strided rows, as the projection of gates gives them."""
+    layer = layer_of(name, dtype, rows=tokens, slots=slots)
+    mixed = layer.qkv.contiguous()
+    return Prompt(layer.sizes, layer.weights, mixed, layer.b, layer.a, layer.state)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize("name", ["27b", "one", "mixed", "small", "wide"])
-@pytest.mark.parametrize(("tokens", "start"), [(1, 0), (63, 64), (64, 0), (150, 37), (700, 5)])
-@pytest.mark.parametrize("initial", [False, True])
-def test_prefill_against_float64(name, dtype, tokens, start, initial):
-    sizes, inputs, state = prompt_of(name, dtype, tokens)
-    exact = state.double()
-    expected = TORCH.gated_delta_prefill(
-        *(x.double() for x in inputs), exact, 1, start, has_initial_state=initial
-    )
-    if not initial:
-        state[1] = torch.nan  # by flag, not by trust
-    kernel = DeltaPrefill(sizes, dtype, DEVICE, max_chunks=4)
-    out = kernel.prefill(*inputs, state[1], start, has_initial_state=initial)
+@pytest.mark.parametrize(
+    ("tokens", "start"),
+    [(1, 0), (1, 64), (63, 64), (64, 0), (64, 1), (65, 0), (150, 37), (700, 5), (700, 0)],
+)
+def test_prefill_against_float64(name, dtype, tokens, start):
+    """Gates and delta rule."""
+    prompt = prompt_of(name, dtype, tokens)
+    expected, exact = prompt.exact(1, start)
+    state = prompt.state.clone()
+    if not start:
+        state[1] = torch.nan  # by position, not by trust
+    kernel = DeltaPrefill(prompt.sizes, dtype, DEVICE, max_chunks=4)
+    out = prompt.run(kernel, state, (1, start, tokens))
     assert relative(out, expected) < PREFILL[dtype]
     assert relative(state, exact) < PREFILL[dtype]
+    assert torch.equal(state[0], prompt.state[0])
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+def test_gates_of_a_prompt_against_float64(dtype):
+    """Both sides of the threshold of softplus. Keys of zero leave the state but for its decay."""
+    prompt = prompt_of("27b", dtype, 1)
+    heads = prompt.sizes.value_heads
+    values = torch.linspace(-30, 30, heads, device=DEVICE)
+    prompt.a[0], prompt.b[0] = values, values
+    prompt.weights.a_log.fill_(-2.0)
+    kernel = DeltaPrefill(prompt.sizes, dtype, DEVICE)
+    prompt.mixed.zero_()
+    state = prompt.state.clone()
+    prompt.run(kernel, state, (1, 64, 1))
+    decay = F.softplus(prompt.a[0].double() + prompt.weights.dt_bias)
+    decay = (-prompt.weights.a_log.double().exp() * decay).exp()
+    ratio = state[1].double() / prompt.state[1].double()
+    assert float((ratio / decay[:, None, None] - 1).abs().max()) < 4e-6
+    # One key and values of one, written to a state of zeros.
+    _, k, v = prompt.heads
+    k[..., 0], v[:] = 8.0, 1.0
+    prompt.run(kernel, state, (1, 0, 1))
+    written = state[1, :, :, 0].double() / prompt.b[0].double().sigmoid()[:, None]
+    assert float((written - 1).abs().max()) < 2 * PREFILL[dtype]
+    assert not state[1, :, :, 1:].any()
 
 
 @pytest.mark.parametrize("decay", [1e-3, 50.0])
 def test_prefill_with_slow_and_strong_decay(decay):
-    sizes, (q, k, v, g, beta), state = prompt_of("mixed", BF16, 600)
-    g = g * decay
-    exact = state.double()
-    inputs = (q, k, v, g, beta)
-    expected = TORCH.gated_delta_prefill(
-        *(x.double() for x in inputs), exact, 1, 0, has_initial_state=True
-    )
-    kernel = DeltaPrefill(sizes, BF16, DEVICE)
-    out = kernel.prefill(*inputs, state[1], 0, has_initial_state=True)
+    prompt = prompt_of("mixed", BF16, 600)
+    prompt.weights.a_log.add_(torch.tensor(decay).log())
+    expected, exact = prompt.exact(1, 64)
+    out = prompt.run(DeltaPrefill(prompt.sizes, BF16, DEVICE), prompt.state, (1, 64, 600))
     assert relative(out, expected) < 1e-4
-    assert relative(state[1], exact[1]) < 1e-4
+    assert relative(prompt.state[1], exact[1]) < 1e-4
 
 
 def test_cuts_of_a_prompt_at_multiples_of_64_are_invisible():
-    sizes, inputs, state = prompt_of("27b", BF16, 421)
-    whole, parts = state.clone(), state.clone()
-    kernel = DeltaPrefill(sizes, BF16, DEVICE, max_chunks=3)
-    other = DeltaPrefill(sizes, BF16, DEVICE, max_chunks=16)
-    expected = kernel.prefill(*inputs, whole[1], 27, has_initial_state=True)
+    prompt = prompt_of("27b", BF16, 421)
+    whole, parts = prompt.state.clone(), prompt.state.clone()
+    kernel = DeltaPrefill(prompt.sizes, BF16, DEVICE, max_chunks=3)
+    other = DeltaPrefill(prompt.sizes, BF16, DEVICE, max_chunks=16)
+    expected = prompt.run(kernel, whole, (1, 27, 421))
     runs = []
     for start, end in ((27, 64), (64, 256), (256, 448)):
-        run = [x[start - 27 : end - 27] for x in inputs]
-        runs.append(other.prefill(*run, parts[1], start, has_initial_state=True))
+        rows = slice(start - 27, end - 27)
+        runs.append(prompt.run(other, parts, (1, start, end - start), rows=rows))
     assert torch.equal(torch.cat(runs), expected)
     assert torch.equal(parts, whole)
-    assert torch.equal(whole[0], state[0])
+    assert torch.equal(whole[0], prompt.state[0])
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_prefill_of_a_head_depends_on_itself_alone(dtype):
-    sizes, inputs, state = prompt_of("27b", dtype, 150)
+    prompt = prompt_of("27b", dtype, 150)
+    sizes, state = prompt.sizes, prompt.state.clone()
     kernel = DeltaPrefill(sizes, dtype, DEVICE, max_chunks=2)
-    expected_state = state.clone()
-    expected = kernel.prefill(*inputs, expected_state[1], 37, has_initial_state=True)
+    expected = prompt.run(kernel, state, (1, 37, 150))
     # The first key head with its values, and one value head of the last.
-    q, k, v, g, beta = (x.clone() for x in inputs)
+    q, k, v = prompt.heads
     group = sizes.value_heads // sizes.key_heads
-    for x, heads in ((q, 1), (k, 1), (v, group), (g, group), (beta, group)):
+    for x, heads in ((q, 1), (k, 1), (v, group), (prompt.a, group), (prompt.b, group)):
         x[:, :heads] = torch.nan
     v[:, -1] = torch.nan
-    state[1, :group], state[1, -1] = torch.nan, torch.nan
-    out = kernel.prefill(q, k, v, g, beta, state[1], 37, has_initial_state=True)
+    prompt.state[1, :group], prompt.state[1, -1] = torch.nan, torch.nan
+    out = prompt.run(kernel, prompt.state, (1, 37, 150))
     assert torch.equal(out[:, group:-1], expected[:, group:-1])
-    assert torch.equal(state[1, group:-1], expected_state[1, group:-1])
+    assert torch.equal(prompt.state[1, group:-1], state[1, group:-1])
     assert out[:, :group].isnan().all()
     assert out[:, -1].isnan().all()
 
 
 def test_prefill_of_keys_that_hardly_differ():
     """Hardly any decay and strong writes: the inverse of a chunk is far from the identity."""
-    sizes, (q, k, v, g, beta), state = prompt_of("one", BF16, 256)
-    common = state[0, 0, :1]
-    q, k = ((common + 0.3 * x.float()).to(BF16) for x in (q, k))
-    inputs = (q, k, v, g * 1e-4, 1 - 1e-3 * beta)
-    exact = state.double()
-    expected = TORCH.gated_delta_prefill(
-        *(x.double() for x in inputs), exact, 1, 0, has_initial_state=True
-    )
-    out = DeltaPrefill(sizes, BF16, DEVICE).prefill(*inputs, state[1], 0, has_initial_state=True)
+    prompt = prompt_of("one", BF16, 256)
+    q, k, _ = prompt.heads
+    common = prompt.state[0, 0, :1]
+    for x in (q, k):
+        x.copy_(common + 0.3 * x.float())
+    prompt.weights.a_log.sub_(9.0)
+    prompt.b.copy_(7.0 + prompt.b.abs())
+    expected, exact = prompt.exact(1, 64)
+    out = prompt.run(DeltaPrefill(prompt.sizes, BF16, DEVICE), prompt.state, (1, 64, 256))
     assert relative(out, expected) < 2e-4  # the output is a small difference
-    assert relative(state[1], exact[1]) < 2e-5
+    assert relative(prompt.state[1], exact[1]) < 2e-5
 
 
-def test_rows_between_multiples_of_16_bytes_are_refused():
-    sizes, inputs, state = prompt_of("one", BF16, 3)
-    size = sizes.key_head_dim
-    shifted = torch.zeros(3, 1, size + 8, dtype=BF16, device=DEVICE)[..., 4 : size + 4]
-    with pytest.raises(ConfigError, match="16 bytes"):
-        DeltaPrefill(sizes, BF16, DEVICE).prefill(
-            shifted, shifted, *inputs[2:], state[1], 0, has_initial_state=False
-        )
+def test_what_the_prefill_kernels_do_not_have_is_refused():
+    prompt = prompt_of("one", BF16, 3)
+    kernel, good = DeltaPrefill(prompt.sizes, BF16, DEVICE), prompt.mixed
+    shifted = torch.zeros(3, good.shape[1] + 8, dtype=BF16, device=DEVICE)[:, 4:-4]
+    for mixed, what in ((shifted, "16 bytes"), (good.float(), "qkv"), (good[:, 8:], "qkv")):
+        prompt.mixed = mixed
+        with pytest.raises(ConfigError, match=what):
+            prompt.run(kernel, prompt.state, (1, 0, 3))
+    prompt.mixed = good
+    for state in (prompt.state.half(), prompt.state[:, :, 1:]):
+        with pytest.raises(ConfigError, match="state"):
+            prompt.run(kernel, state, (1, 0, 3))
+    prompt.b = prompt.b.contiguous()
+    with pytest.raises(ConfigError, match="row strides"):
+        prompt.run(kernel, prompt.state, (1, 0, 3))
+
+
+def backend_of(layer, dtype, max_chunks=32):
+    backend = CudaBackend(DEVICE)
+    prefill = DeltaPrefill(layer.sizes, dtype, DEVICE, max_chunks=max_chunks)
+    backend._delta = (DeltaStep(layer.sizes, dtype), prefill)
+    return backend
+
+
+LENGTHS = (1, 3, 63, 64, 65, 200, 31, 130)
+STARTS = (0, 37, 64, 100, 0, 1, 127)
+
+
+def spans_of(count):
+    """Prompts of every length from every start, in slots that do not follow one another."""
+    return [
+        ((7 * i + 3) % (count + 5), STARTS[i % len(STARTS)], LENGTHS[i % len(LENGTHS)])
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize(
+    ("name", "count", "max_chunks"),
+    [("27b", 8, 32), ("27b", 17, 3), ("mixed", 70, 32), ("small", 40, 5), ("wide", 33, 1)],
+)
+def test_every_prompt_of_a_step_has_the_bits_it_has_alone(name, dtype, count, max_chunks):
+    """More than a launch has segments, more chunks than a pass; rows and slots of others stay."""
+    spans, first, after = spans_of(count), 5, 7
+    assert len({slot for slot, _, _ in spans}) == count
+    tokens = sum(length for _, _, length in spans)
+    layer = layer_of(name, dtype, rows=first + tokens + after, slots=count + 5)
+    for x in (layer.qkv, layer.z, layer.b, layer.a):
+        x[:first], x[first + tokens :] = torch.nan, torch.nan
+    backend = backend_of(layer, dtype, max_chunks)
+    segments = placed(*spans, first=first)
+    assert count <= GROUP or len(DeviceSegments.sent(segments, DEVICE).groups) > 1
+    out = torch.full((len(layer.qkv), layer.sizes.value_size), 3.0, dtype=dtype, device=DEVICE)
+    conv, state = layer.conv.clone(), layer.state.clone()
+    for slot, start, _ in spans:
+        if not start:
+            conv[slot], state[slot] = torch.nan, torch.nan
+    layer.mix(backend, segments, conv, state, out)
+    assert (out[:first] == 3.0).all()
+    assert (out[first + tokens :] == 3.0).all()
+    others = sorted(set(range(count + 5)) - {slot for slot, _, _ in spans})
+    assert torch.equal(conv[others], layer.conv[others])
+    assert torch.equal(state[others], layer.state[others])
+
+    one_by_one = backend_of(layer, dtype)
+    alone_conv, alone_state = layer.conv.clone(), layer.state.clone()
+    theirs_conv, theirs_state = layer.conv.clone(), layer.state.clone()
+    theirs = torch.empty_like(out)
+    layer.mix(TORCH, segments, theirs_conv, theirs_state, theirs)
+    for span, segment in zip(spans, segments, strict=True):
+        rows = slice(segment.offset, segment.offset + segment.length)
+        single = torch.empty_like(out[rows])
+        layer.mix(one_by_one, placed(span), alone_conv, alone_state, single, rows)
+        assert torch.equal(out[rows], single), span
+        assert relative(single, theirs[rows]) < MIXED[dtype], span
+    assert torch.equal(conv, alone_conv)
+    assert torch.equal(state, alone_state)
+    assert torch.equal(conv, theirs_conv)
+    assert relative(state, theirs_state) < PREFILL[dtype]
+
+
+@pytest.mark.parametrize("max_chunks", [32, 5])
+def test_a_captured_step_serves_any_prompts_that_fit(max_chunks):
+    """Among them eight that fill it, with almost the most chunks there may be, and none at all."""
+    tokens, count = 1024, 8
+    layer = layer_of("27b", BF16, rows=tokens, slots=12)
+    backend = backend_of(layer, BF16, max_chunks)
+    memory = torch.zeros(GROUP_BYTES, dtype=torch.uint8, device=DEVICE)
+    room = DeviceSegments.captured(tokens, count, 4096, memory)
+    conv, state = layer.conv.clone(), layer.state.clone()
+    out = torch.empty((tokens, layer.sizes.value_size), dtype=BF16, device=DEVICE)
+    layer.mix(backend, room, conv, state, out)  # loads kernels; there are no segments
+    assert torch.equal(conv, layer.conv)
+    assert torch.equal(state, layer.state)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        layer.mix(backend, room, conv, state, out)
+    steps = (
+        [(3, 100, 200), (7, 0, 65)],
+        [(slot, 63, 130) for slot in range(7)] + [(7, 63, 114)],
+        [(11, 5, 1024)],
+        [],
+        [(2, 0, 1), (9, 64, 64), (4, 37, 3)],
+    )
+    eager = backend_of(layer, BF16)
+    for spans in steps:
+        segments = placed(*spans)
+        wanted_conv, wanted_state = layer.conv.clone(), layer.state.clone()
+        wanted = torch.empty_like(out)
+        if spans:
+            layer.mix(eager, segments, wanted_conv, wanted_state, wanted)
+        sent = DeviceSegments.sent(segments, DEVICE).memory
+        memory.zero_()[: len(sent)].copy_(sent)
+        conv.copy_(layer.conv)
+        state.copy_(layer.state)
+        graph.replay()
+        used = sum(length for _, _, length in spans)
+        assert torch.equal(out[:used], wanted[:used]), spans
+        assert torch.equal(conv, wanted_conv), spans
+        assert torch.equal(state, wanted_state), spans

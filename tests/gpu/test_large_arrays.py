@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from kv_setup import build, new_pool
-from test_delta_kernels import layer_of
+from test_delta_kernels import layer_of, sent
 from test_gemm_kernels import SUMS, exact
 from test_kv_kernels import kernels_of
 from test_prefill_attention import attention_of, segments_of
@@ -59,12 +59,24 @@ def test_kernels_form_the_addresses_of_exact_integers():
 def test_a_long_convolution():
     channels = 10_240
     x, taps = random(beyond(channels), channels), random(channels, 4, dtype=FP32)
-    state = random(3, channels, 3)
+    tokens = len(x)
+    state, out = random(3, channels, 3), torch.empty_like(x)
     few, few_state = x[-LAST - 3 :].clone(), torch.zeros_like(state)
-    out = prefill.conv_prefill(x, taps, state[1], initial=False)[-LAST:].clone()
     wanted = TorchBackend(DEVICE).conv_prefill(few, taps, few_state, 1, has_initial_state=False)
-    assert torch.equal(out, wanted[3:])
+    prefill.conv_prefill(x, taps, state, sent((1, 0, tokens)), out=out)
+    assert torch.equal(out[-LAST:], wanted[3:])
     assert torch.equal(state[1], few_state[1])
+    # A segment whose rows, and one whose slot, are beyond the limit.
+    out.zero_()
+    prefill.conv_prefill(x, taps, state, sent((0, 0, tokens - LAST - 3), (2, 0, LAST + 3)), out=out)
+    assert torch.equal(out[-LAST - 3 :], wanted)
+    assert torch.equal(state[2], few_state[1])
+    del x, out
+    pool = torch.empty((beyond(3 * channels), channels, 3), dtype=BF16, device=DEVICE)
+    out = torch.empty_like(few)
+    prefill.conv_prefill(few, taps, pool, sent((len(pool) - 1, 0, LAST + 3)), out=out)
+    assert torch.equal(out, wanted)
+    assert torch.equal(pool[-1], few_state[1])
 
 
 def test_gates_norms_and_codes_of_many_rows():
@@ -83,10 +95,12 @@ def test_gates_norms_and_codes_of_many_rows():
     assert torch.equal(scales, scales_alone)
     del x, gates
     heads = random(beyond(width), width // 128, 128, dtype=FP32)
-    z, weight = random(beyond(width), width // 128, 128), random(128)
-    normed = prefill.gated_norm(heads, z, weight, 1e-6)[-LAST:]
-    alone = prefill.gated_norm(heads[-LAST:].clone(), z[-LAST:].clone(), weight, 1e-6)
-    assert torch.equal(normed, alone)
+    z, weight = random(beyond(width), width), random(128)
+    out = torch.empty_like(z)
+    prefill.gated_norm(heads, z, weight, 1e-6, out=out)
+    alone = torch.empty_like(z[-LAST:])
+    prefill.gated_norm(heads[-LAST:].clone(), z[-LAST:].clone(), weight, 1e-6, out=alone)
+    assert torch.equal(out[-LAST:], alone)
 
 
 def test_an_embedding_table_and_many_tokens():
@@ -171,24 +185,19 @@ def test_a_linear_layer_with_rows_far_apart():
     memory = random((tokens - 1) * apart + 4_096)
     assert memory.numel() > LIMIT
 
-    def cut(first, heads, dim):
-        size = (tokens, heads, dim)
-        return memory.as_strided(size, (apart, dim, 1), storage_offset=first)
+    def cut(first, width):
+        return memory.as_strided((tokens, width), (apart, 1), storage_offset=first)
 
-    q = cut(0, sizes.key_heads, sizes.key_head_dim)
-    k = cut(1_024, sizes.key_heads, sizes.key_head_dim)
-    v = cut(2_048, sizes.value_heads, sizes.value_head_dim)
-    g = -random(tokens, sizes.value_heads, dtype=FP32).abs()
-    beta = random(tokens, sizes.value_heads, dtype=FP32).sigmoid()
-    states = torch.zeros_like(layer.state[:2])
+    inputs = (cut(0, sizes.channels), *(cut(at, sizes.value_heads) for at in (3_000, 3_500)))
+    states = torch.zeros_like(layer.state[:4]).view(2, 2, *layer.state.shape[1:])
     kernel = DeltaPrefill(sizes, BF16, DEVICE)
-    outs = [
-        kernel.prefill(*parts, g, beta, state, 0, has_initial_state=False).clone()
-        for parts, state in (
-            ((q, k, v), states[0]),
-            (tuple(x.contiguous() for x in (q, k, v)), states[1]),
-        )
-    ]
+    outs = torch.empty((2, tokens, sizes.value_heads, sizes.value_head_dim), device=DEVICE)
+    close = [x.contiguous() for x in inputs]
+    # The second segment begins beyond the limit.
+    segments = sent((1, 0, tokens - LAST), (0, 64, LAST))
+    assert (tokens - LAST) * apart > LIMIT
+    for parts, state, out in zip((inputs, close), states, outs, strict=True):
+        kernel.prefill(*parts, layer.weights, state, segments, out=out)
     assert outs[0].isfinite().all()
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(states[0], states[1])

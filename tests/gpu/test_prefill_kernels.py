@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from test_delta_kernels import sent
 
 from headrace.backends.cuda import fused, many_rows, prefill
 from headrace.backends.cuda_ops import CudaBackend
@@ -27,7 +28,7 @@ def relative(actual, expected):
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 31, 64, 65, 300])
 @pytest.mark.parametrize("initial", [False, True])
 def test_convolution_has_the_bits_of_torch(dtype, tokens, initial):
-    channels = 1032
+    channels, start = 1032, 5 if initial else 0
     x = noise(tokens, channels + 96, dtype=dtype)[:, :channels]  # strided
     taps = noise(channels, 4, seed=1)
     ours = noise(3, channels, 3, dtype=dtype, seed=2)
@@ -35,21 +36,71 @@ def test_convolution_has_the_bits_of_torch(dtype, tokens, initial):
         ours[1] = torch.nan
     theirs = ours.clone()
     expected = TORCH.conv_prefill(x, taps, theirs, 1, has_initial_state=initial)
-    assert torch.equal(prefill.conv_prefill(x, taps, ours[1], initial=initial), expected)
+    out = torch.empty_like(expected)
+    prefill.conv_prefill(x, taps, ours, sent((1, start, tokens)), out=out)
+    assert torch.equal(out, expected)
     assert torch.equal(ours[1], theirs[1])
     assert torch.equal(ours[[0, 2]], theirs[[0, 2]])
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+def test_convolutions_of_many_segments(dtype):
+    """More than a launch has; rows between and slots of nobody keep what they have."""
+    channels, count, first = 264, 45, 3
+    spans = [
+        (count - slot, (0, 1, 2, 70)[slot % 4], (1, 2, 3, 32, 33, 70, 100)[slot % 7])
+        for slot in range(count)
+    ]
+    segments = sent(*spans, first=first)
+    tokens = segments[-1].offset + segments[-1].length
+    x = noise(tokens + 2, channels + 8, dtype=dtype)[:, :channels]
+    x[:first], x[tokens:] = torch.nan, torch.nan
+    taps = noise(channels, 4, seed=1)
+    ours = noise(count + 2, channels, 3, dtype=dtype, seed=2)
+    theirs = ours.clone()
+    out = torch.full((tokens + 2, channels), 3.0, dtype=dtype, device=DEVICE)
+    expected = out.clone()
+    for segment in segments:
+        rows, slot = slice(segment.offset, segment.offset + segment.length), segment.state_slot
+        expected[rows] = TORCH.conv_prefill(
+            x[rows], taps, theirs, slot, has_initial_state=segment.start > 0
+        )
+        if not segment.start:
+            ours[slot] = torch.nan
+    prefill.conv_prefill(x, taps, ours, segments, out=out)
+    assert torch.equal(out, expected)
+    assert torch.equal(ours, theirs)
+
+
+def test_what_the_convolution_does_not_have_is_refused():
+    x, taps, state = noise(4, 64, dtype=BF16), noise(64, 4), noise(2, 64, 3, dtype=BF16)
+    segments, out = sent((1, 0, 4)), torch.empty_like(x)
+    with pytest.raises(ConfigError, match="x is"):
+        prefill.conv_prefill(x[:, :60], taps, state, segments, out=out)
+    with pytest.raises(ConfigError, match="state"):
+        prefill.conv_prefill(x, taps, state[:, :, :2], segments, out=out)
+    with pytest.raises(ConfigError, match="out"):
+        prefill.conv_prefill(x, taps, state, segments, out=out[:3])
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize("width", [32, 64, 128])
 def test_gated_norm(dtype, width):
     x, z = noise(77, 6, width), noise(77, 6 * width + 40, dtype=dtype, seed=1)
-    z = z[:, : 6 * width].unflatten(1, (6, width))
+    z = z[:, : 6 * width]
     weight = noise(width, dtype=dtype, seed=2)
-    out = prefill.gated_norm(x, z, weight, 1e-6)
+    out = torch.full((77, 6 * width), 3.0, dtype=dtype, device=DEVICE)
+    prefill.gated_norm(x, z, weight, 1e-6, out=out)
     bound = {BF16: 2e-3, FP16: 3e-4, FP32: 1e-6}[dtype]
-    assert relative(out, TORCH.gated_rms_norm(x, z, weight, 1e-6)) < bound
-    assert torch.equal(prefill.gated_norm(x[5:9], z[5:9], weight, 1e-6), out[5:9])
+    expected = TORCH.gated_rms_norm(x, z.unflatten(1, (6, width)), weight, 1e-6)
+    assert relative(out, expected.flatten(1)) < bound
+    few = torch.full_like(out, 3.0)
+    prefill.gated_norm(x[5:9], z[5:9], weight, 1e-6, out=few[5:9])
+    assert torch.equal(few[5:9], out[5:9])
+    assert (few[:5] == 3.0).all()
+    assert (few[9:] == 3.0).all()
+    with pytest.raises(ConfigError, match="gated norm"):
+        prefill.gated_norm(x, z, weight, 1e-6, out=out[1:])
 
 
 def test_rows_are_quantised_by_groups():

@@ -122,15 +122,6 @@ class Backend(Protocol):
         """Normalise the last axis and multiply by `scale [width]` in fp32, then cast once."""
         ...
 
-    def gated_rms_norm(
-        self, x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> torch.Tensor:
-        """Norm of `x [T, Hv, dv]` fp32, cast to the dtype of z, times `weight * silu(z)` in fp32.
-
-        z: `[T, Hv, dv]`; the result has its dtype.
-        """
-        ...
-
     def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """`x [T, n] * sigmoid(gate)` in fp32, cast once; gate: as x, or `[T, heads, n / heads]`."""
         ...
@@ -216,81 +207,38 @@ class Backend(Protocol):
         conv: torch.Tensor,
         state: torch.Tensor,
         slots: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """A linear layer between its projections, one token a row: `[B, Hv * dv]`.
 
-        `conv_step`, `delta_gates`, `gated_delta_step` and `gated_rms_norm` after one another.
+        Causal depthwise convolution of width 4 and silu over q, k, v; write strength and decay from
+        b and a; gated delta rule; RMS norm with the gate z. qkv: `[B, channels]`; z: `[B, Hv *
+        dv]`; b, a: `[B, Hv]`. conv, state: one layer of the pool, `[slots, channels, 3]` and
+        `[slots, Hv, dv, dk]`, read and written; slots: int64 `[B]`, no slot twice. out: where the
+        result is wanted.
         """
         ...
 
-    def delta_gates(
-        self, b: torch.Tensor, a: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write strength `beta = sigmoid(b)` and log decay `g = -exp(a_log) softplus(a + dt_bias)`.
-
-        b, a: `[T, Hv]`; a_log, dt_bias: fp32 `[Hv]`. Both results are fp32 `[T, Hv]`.
-        """
-        ...
-
-    def conv_prefill(
+    def delta_mix_prefill(
         self,
-        x: torch.Tensor,
-        taps: torch.Tensor,
+        qkv: torch.Tensor,
+        z: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        weights: DeltaWeights,
+        conv: torch.Tensor,
         state: torch.Tensor,
-        slot: int,
+        segments: "Sequence[PrefillSegment]",
         *,
-        has_initial_state: bool,
-    ) -> torch.Tensor:
-        """Causal depthwise convolution of width 4, then silu, over n new tokens of one slot.
+        out: torch.Tensor,
+    ) -> None:
+        """The same over the new tokens of each segment, in blocks of 64; shapes with T for B.
 
-        x: `[n, channels]`; taps: fp32 `[channels, 4]`, the last for the token itself; state: one
-        layer of the pool, `[slots, channels, 3]`, the three inputs before x, left as the last three
-        inputs. Without an initial state these are zeros and the memory is not read.
-        """
-        ...
-
-    def conv_step(
-        self, x: torch.Tensor, taps: torch.Tensor, state: torch.Tensor, slots: torch.Tensor
-    ) -> torch.Tensor:
-        """One token a row: `x [B, channels]`, `slots [B]` int64, no slot twice.
-
-        The bits of a row are those `conv_prefill` gives for the same token.
-        """
-        ...
-
-    def gated_delta_prefill(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-        state: torch.Tensor,
-        slot: int,
-        start: int,
-        *,
-        has_initial_state: bool,
-    ) -> torch.Tensor:
-        """Gated delta rule over n new tokens at positions start..start+n-1, in blocks of 64.
-
-        q, k: `[n, Hk, dk]` as the convolution gives them; their L2 norm and the scale of q are part
-        of this operation. v: `[n, Hv, dv]`; g, beta: `[n, Hv]`; state: one layer of the pool,
-        `[slots, Hv, dv, dk]`, read if there is an initial state and written. Value head i reads key
-        head `i // (Hv / Hk)`. Returns `[n, Hv, dv]` in the dtype of the state.
+        Rows `segment.offset` to `+ segment.length` give those of out, `[T, Hv * dv]` contiguous;
+        all others are left alone. Segments follow one another without gaps, no slot twice. One that
+        starts at 0 starts from zeros, and what its slot holds is not read.
 
         Blocks stand at absolute multiples of 64: a cut of the prompt there changes no bits.
         """
-        ...
-
-    def gated_delta_step(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-        state: torch.Tensor,
-        slots: torch.Tensor,
-    ) -> torch.Tensor:
-        """One token a row, shapes as above with B for n; `slots [B]` int64, no slot twice."""
         ...

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
 from headrace.backends.base import PREFILL_TILE, DeltaWeights, Weight
 from headrace.backends.cuda import fused, prefill
@@ -23,6 +22,7 @@ from headrace.backends.cuda.kv import HEAD_DIMS, MAX_GROUP, KVKernels, LowWindow
 from headrace.backends.cuda.loader import require_gpu
 from headrace.backends.cuda.many_rows import ManyRows
 from headrace.backends.cuda.prefill_attention import PrefillAttention
+from headrace.backends.cuda.segments import on_device
 from headrace.backends.torch_ops import TileMask, TorchBackend
 from headrace.errors import ConfigError
 from headrace.kv.cache import KVCache
@@ -230,12 +230,6 @@ class CudaBackend:
         """One launch; an order that depends on the width alone."""
         return fused.rms_norm_wide(x, scale, eps)
 
-    def gated_rms_norm(
-        self, x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> torch.Tensor:
-        """One warp a head."""
-        return prefill.gated_norm(x, z, weight, eps)
-
     def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Reads the gate out of the projection it is part of."""
         return fused.sigmoid_gate(x, gate if gate.ndim == 3 else gate.unsqueeze(1))
@@ -354,69 +348,40 @@ class CudaBackend:
         conv: torch.Tensor,
         state: torch.Tensor,
         slots: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One launch."""
         step = self._deltas()[0]
-        return step.step(qkv, z, b, a, weights, conv, state, slots, settled=True)
+        return step.step(qkv, z, b, a, weights, conv, state, slots, out, settled=True)
 
-    def delta_gates(
-        self, b: torch.Tensor, a: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Element by element in torch: the tensors are small."""
-        decay = -a_log.exp() * F.softplus(a.float() + dt_bias)
-        # Stacked, so that both have one stride, which is what the prefill kernel reads by.
-        beta, g = torch.stack((torch.sigmoid(b.float()), decay)).unbind()
-        return beta, g
-
-    def conv_prefill(
+    def delta_mix_prefill(
         self,
-        x: torch.Tensor,
-        taps: torch.Tensor,
+        qkv: torch.Tensor,
+        z: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        weights: DeltaWeights,
+        conv: torch.Tensor,
         state: torch.Tensor,
-        slot: int,
+        segments: "Sequence[PrefillSegment]",
         *,
-        has_initial_state: bool,
-    ) -> torch.Tensor:
-        """Two launches."""
-        return prefill.conv_prefill(x, taps, state[slot], initial=has_initial_state)
+        out: torch.Tensor,
+    ) -> None:
+        """Five launches; two more for every further 32 chunks, four for every further 32 segments.
 
-    def conv_step(
-        self, x: torch.Tensor, taps: torch.Tensor, state: torch.Tensor, slots: torch.Tensor
-    ) -> torch.Tensor:
-        """In torch: a step uses `delta_mix_step`."""
-        return self._exact.conv_step(x, taps, state, slots)
-
-    def gated_delta_prefill(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-        state: torch.Tensor,
-        slot: int,
-        start: int,
-        *,
-        has_initial_state: bool,
-    ) -> torch.Tensor:
-        """Two launches for 32 chunks."""
-        kernel = self._deltas()[1]
-        return kernel.prefill(
-            q, k, v, g, beta, state[slot], start, has_initial_state=has_initial_state
-        )
-
-    def gated_delta_step(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-        state: torch.Tensor,
-        slots: torch.Tensor,
-    ) -> torch.Tensor:
-        """In torch: a step uses `delta_mix_step`."""
-        return self._exact.gated_delta_step(q, k, v, g, beta, state, slots)
+        What differs from step to step is read on the device, but for the bounds of the segments.
+        """
+        sent = on_device(segments, self.device)
+        tokens, (heads, width, _) = qkv.shape[0], state.shape[1:]
+        mixed = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+        values = torch.empty((tokens, heads, width), dtype=torch.float32, device=qkv.device)
+        prefill.conv_prefill(qkv, weights.taps, conv, sent, out=mixed)
+        self._deltas()[1].prefill(mixed, b, a, weights, state, sent, out=values)
+        first, end = sent[0].offset, sent[-1].offset + sent[-1].length
+        if end - first < tokens:
+            values, z, out = values[first:end], z[first:end], out[first:end]
+        prefill.gated_norm(values, z, weights.norm, weights.eps, out=out)
 
     def _kernels(self, kv: KVCache) -> KVKernels:
         assert self._kv is not None, "the cache was attached"

@@ -166,7 +166,10 @@ class TorchBackend:
     def gated_rms_norm(
         self, x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """Norm before gate: `cast(norm(x)) * weight * silu(z)`, cast once more."""
+        """Norm of `x [T, Hv, dv]` fp32, cast to the dtype of z, times `weight * silu(z)` in fp32.
+
+        z: `[T, Hv, dv]`; the result has its dtype.
+        """
         gate = self._pointwise(F.silu, z.flatten(1).float()).view(z.shape)
         normed = _normalised(x, eps).to(z.dtype)
         return (normed.float() * weight.float() * gate).to(z.dtype)
@@ -285,24 +288,57 @@ class TorchBackend:
         conv: torch.Tensor,
         state: torch.Tensor,
         slots: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The four operations of a linear layer after one another."""
-        rows, (value_heads, value_dim, key_dim) = qkv.shape[0], state.shape[1:]
         beta, g = self.delta_gates(b, a, weights.a_log, weights.dt_bias)
         mixed = self.conv_step(qkv, weights.taps, conv, slots)
-        value_size = value_heads * value_dim
-        key_size = (qkv.shape[1] - value_size) // 2
-        q, k, v = torch.split(mixed, [key_size, key_size, value_size], dim=1)
-        q, k = (x.reshape(rows, -1, key_dim) for x in (q, k))
-        v = v.reshape(rows, value_heads, value_dim)
-        out = self.gated_delta_step(q, k, v, g, beta, state, slots)
-        normed = self.gated_rms_norm(out, z.reshape(out.shape), weights.norm, weights.eps)
-        return normed.view(rows, value_size)
+        values = self.gated_delta_step(*_heads(mixed, state), g, beta, state, slots)
+        normed = self.gated_rms_norm(values, z.reshape(values.shape), weights.norm, weights.eps)
+        normed = normed.flatten(1)
+        return normed if out is None else out.copy_(normed)
+
+    def delta_mix_prefill(
+        self,
+        qkv: torch.Tensor,
+        z: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        weights: DeltaWeights,
+        conv: torch.Tensor,
+        state: torch.Tensor,
+        segments: "Sequence[PrefillSegment]",
+        *,
+        out: torch.Tensor,
+    ) -> None:
+        """The four operations after one another, for one segment after the other."""
+        for segment in segments:
+            rows = slice(segment.offset, segment.offset + segment.length)
+            slot, initial = segment.state_slot, segment.start > 0
+            beta, g = self.delta_gates(b[rows], a[rows], weights.a_log, weights.dt_bias)
+            mixed = self.conv_prefill(
+                qkv[rows], weights.taps, conv, slot, has_initial_state=initial
+            )
+            values = self.gated_delta_prefill(
+                *_heads(mixed, state),
+                g,
+                beta,
+                state,
+                slot,
+                segment.start,
+                has_initial_state=initial,
+            )
+            gate = z[rows].view(values.shape)
+            out[rows] = self.gated_rms_norm(values, gate, weights.norm, weights.eps).flatten(1)
 
     def delta_gates(
         self, b: torch.Tensor, a: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`sigmoid(b)` and `-exp(a_log) * softplus(a + dt_bias)` in fp32."""
+        """Write strength `beta = sigmoid(b)` and log decay `g = -exp(a_log) softplus(a + dt_bias)`.
+
+        b, a: `[T, Hv]`; a_log, dt_bias: fp32 `[Hv]`. Both results are fp32 `[T, Hv]`.
+        """
         beta = self._pointwise(torch.sigmoid, b.float())
         return beta, -a_log.exp() * self._pointwise(F.softplus, a.float() + dt_bias)
 
@@ -315,7 +351,12 @@ class TorchBackend:
         *,
         has_initial_state: bool,
     ) -> torch.Tensor:
-        """Convolution and silu over n tokens of one slot; keeps the last three inputs."""
+        """Causal depthwise convolution of width 4, then silu, over n new tokens of one slot.
+
+        x: `[n, channels]`; taps: fp32 `[channels, 4]`, the last for the token itself; state: one
+        layer of the pool, `[slots, channels, 3]`, the three inputs before x, left as the last three
+        inputs. Without an initial state these are zeros and the memory is not read.
+        """
         width = state.shape[2]
         history = state[slot].T if has_initial_state else x.new_zeros((width, x.shape[1]))
         out = self._pointwise(F.silu, conv_window(history, x, taps)).to(x.dtype)
@@ -326,7 +367,10 @@ class TorchBackend:
     def conv_step(
         self, x: torch.Tensor, taps: torch.Tensor, state: torch.Tensor, slots: torch.Tensor
     ) -> torch.Tensor:
-        """Convolution and silu of one token a row."""
+        """One token a row: `x [B, channels]`, `slots [B]` int64, no slot twice.
+
+        The bits of a row are those `conv_prefill` gives for the same token.
+        """
         live = slots >= 0
         tokens, slots = x[live], slots[live]
         history = state[slots].mT  # [B, 3, channels]
@@ -349,7 +393,13 @@ class TorchBackend:
         *,
         has_initial_state: bool,
     ) -> torch.Tensor:
-        """Blocks of 64 at absolute multiples of 64, one after the other."""
+        """Gated delta rule over n new tokens at positions start..start+n-1, in blocks of 64.
+
+        q, k: `[n, Hk, dk]` as the convolution gives them; their L2 norm and the scale of q are part
+        of this operation. v: `[n, Hv, dv]`; g, beta: `[n, Hv]`; state: one layer of the pool,
+        `[slots, Hv, dv, dk]`, read if there is an initial state and written. Value head i reads key
+        head `i // (Hv / Hk)`. Returns `[n, Hv, dv]` in the dtype of the state.
+        """
         before = state[slot] if has_initial_state else torch.zeros_like(state[slot])
         out, after = delta_chunks(DeltaInputs(q, k, v, g, beta), before, start)
         state[slot] = after
@@ -365,7 +415,10 @@ class TorchBackend:
         state: torch.Tensor,
         slots: torch.Tensor,
     ) -> torch.Tensor:
-        """All rows at once, or one at a time in deterministic mode: its products have one shape."""
+        """One token a row, shapes as above with B for n; `slots [B]` int64, no slot twice.
+
+        All rows at once, or one at a time in deterministic mode: its products have one shape.
+        """
         live = slots >= 0
         inputs = DeltaInputs(q[live], k[live], v[live], g[live], beta[live])
         slots = slots[live]
@@ -397,6 +450,18 @@ class TorchBackend:
             x = F.pad(x, (0, 0, 0, -rows % unit))
         block = max(1, _POINTWISE_GRAIN // (width * unit)) * unit
         return torch.cat([function(part) for part in torch.split(x, block)])[:rows]
+
+
+def _heads(
+    mixed: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Split `mixed [n, channels]` into q, k `[n, Hk, dk]` and v `[n, Hv, dv]`."""
+    value_heads, value_dim, key_dim = state.shape[1:]
+    value_size = value_heads * value_dim
+    key_size = (mixed.shape[1] - value_size) // 2
+    q, k, v = torch.split(mixed, [key_size, key_size, value_size], dim=1)
+    keys = (len(mixed), key_size // key_dim, key_dim)
+    return q.reshape(keys), k.reshape(keys), v.reshape(len(mixed), value_heads, value_dim)
 
 
 def _onednn_takes(weight: torch.Tensor) -> bool:

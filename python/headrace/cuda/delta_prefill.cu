@@ -1,11 +1,11 @@
-// Gated delta rule over many tokens of one request, in chunks of 64 at absolute multiples of 64.
+// Gated delta rule over the prompts of a step, in chunks of 64 at absolute multiples of 64.
 //
 // With c the running sum of g in a chunk, M_ij = exp(c_i - c_j) for i >= j and A the part below the diagonal
 // of (diag(beta) K K^T) . M:
-// delta_chunks, grid (chunks, value heads), block 256: what needs neither state nor values, T = (I + A)^-1
-// diag(beta) and P = (Q K^T) . M.
-// delta_states, grid (dv / 64, value heads), block 128 (dv = 32: (1, value heads), block 64): the chunks one
-// after the other. X = V - diag(e^c) K S^T, R = T X, O = diag(e^c) Q S^T + P R, S = e^{c_64} S + R^T diag(e^{c_64 - c}) K.
+// delta_chunks, grid (chunks, value heads), block 256: gates and what needs neither state nor values, T =
+// (I + A)^-1 diag(beta) and P = (Q K^T) . M.
+// delta_states, grid (dv / 64, value heads, segments), block 128 (dv = 32: (1, ...), block 64): the chunks of
+// a segment one after the other. X = V - diag(e^c) K S^T, R = T X, O = diag(e^c) Q S^T + P R, S = e^{c_64} S + R^T diag(e^{c_64 - c}) K.
 // A warp has 16 rows of the state, and of X, R and O transposed, in registers: the result of a product is the
 // left side of the next, and only right sides come through shared memory, fetched a chunk ahead. One barrier
 // a chunk.
@@ -16,13 +16,19 @@
 // fp32, and what meets them, go as two tf32 numbers (21 bits). T is made in fp32 on CUDA cores.
 // Bounded by the tensor cores of the SMs that have a state: 504 products a warp and chunk.
 //
-// Layouts: q, k [tokens, Hk, DK] and v [tokens, Hv, DV] with row strides, as the convolution leaves them
-// (the L2 norm and the scale of q are taken here), rows at multiples of 16 bytes; g, beta fp32 [tokens, Hv]
-// with row strides. state fp32 [Hv, DV, DK] of one slot, out fp32 [tokens, Hv, DV].
+// Chunks of all segments are numbered one segment after the other. The two kernels take turns with passes of
+// as many chunks as the scratch holds, the first of which is `first`; a state waits in its slot in between.
+//
+// Layouts: qkv [T, 2 Hk DK + Hv DV] (q, k, v) as the convolution leaves it (the L2 norm and the scale of q are
+// taken here), with a row stride, rows at multiples of 16 bytes; b, a [T, Hv] with one row stride; a_log,
+// dt_bias fp32 [Hv]. state fp32 [slots, Hv, DV, DK], not read for a segment that starts at 0; out fp32 [T, Hv,
+// DV]. Only rows and slots of segments are touched. group: value heads of a key head.
 // Scratch of a chunk and head, in the order of lanes: T and P, blocks on and below the diagonal; `Factors`.
 //
 // -D at load: ELEMENT (0 bf16, 1 fp16, 2 fp32), DK, DV (32, 64 or 128).
+#include "delta_gates.cuh"
 #include "delta_operands.cuh"
+#include "segments.cuh"
 
 #ifndef DK
 #define DK 128
@@ -44,6 +50,10 @@ static_assert(DK % 32 == 0 && DV % 32 == 0, "a row is a whole number of blocks")
 struct Span {
     int first, count;
 };
+
+__device__ __forceinline__ int chunks_of(const Segment& segment) {
+    return segment.tokens ? (segment.start % kChunk + segment.tokens + kChunk - 1) / kChunk : 0;
+}
 
 // Tokens of a chunk: the first ends at the next absolute multiple of 64.
 __device__ __forceinline__ Span span_of(int chunk, int start, int tokens) {
@@ -188,33 +198,37 @@ struct Scratch {
 
 // Dynamic shared memory: q, later scratch of `invert`, k, [64, 68] floats; see `DeltaPrefill`.
 extern "C" __global__ void __launch_bounds__(kThreads, ELEMENT == 0 ? 4 : 2)
-    delta_chunks(const Element* q, const Element* k, long long qk_stride, const float* g,
-                 const float* beta, long long gate_stride, Scratch* scratch, int start, int tokens,
-                 int group) {
+    delta_chunks(const Element* qkv, long long stride, const Element* b, const Element* a,
+                 long long gate_stride, const float* a_log, const float* dt_bias, Scratch* scratch,
+                 const Segment* segments, int first, int group) {
     extern __shared__ uint4 dynamic[];
     const Rows<DK> q_of(dynamic), k_of(dynamic + Rows<DK>::kVectorCount);
     float* square = reinterpret_cast<float*>(dynamic + 2 * Rows<DK>::kVectorCount);
     alignas(8) __shared__ float g_of[kChunk], beta_of[kChunk];
     __shared__ float q_norm[kChunk], k_norm[kChunk];
     __shared__ Decay c_of[kChunk];
-    const int chunk = blockIdx.x, head = blockIdx.y, heads = gridDim.y;
+    const Part chunk = find_part(segments, first + blockIdx.x, chunks_of);
+    if (chunk.segment < 0) return;
+    const int head = blockIdx.y, heads = gridDim.y;
     const int t = threadIdx.x, lane = lane_id(), warp = warp_id();
     const int row_of_lane = lane >> 2, pair_of_lane = 2 * (lane & 3);
-    const Span span = span_of(chunk, start, tokens);
-    const long long first = span.first;
-    scratch += static_cast<long long>(chunk) * heads + head;
+    const Segment segment = segments[chunk.segment];
+    const Span span = span_of(chunk.index, segment.start, segment.tokens);
+    const long long row = segment.row + span.first;
+    scratch += static_cast<long long>(blockIdx.x) * heads + head;
 
-    q = Rows<DK>::own_of(q + first * qk_stride + head / group * DK, qk_stride);
-    k = Rows<DK>::own_of(k + first * qk_stride + head / group * DK, qk_stride);
+    const Element* q = Rows<DK>::own_of(qkv + row * stride + head / group * DK, stride);
+    const Element* k = q + heads / group * DK;
 #pragma unroll
     for (int n = 0; n < Rows<DK>::kLoads<kThreads>; ++n) {
-        q_of.load<kThreads>(n, q, qk_stride, span.count);
-        k_of.load<kThreads>(n, k, qk_stride, span.count);
+        q_of.load<kThreads>(n, q, stride, span.count);
+        k_of.load<kThreads>(n, k, stride, span.count);
     }
     if (t < kChunk) {
         const bool live = t < span.count;
-        g_of[t] = live ? g[(first + t) * gate_stride + head] : 0.0f;
-        beta_of[t] = live ? beta[(first + t) * gate_stride + head] : 0.0f;
+        const long long gate = (row + t) * gate_stride + head;
+        g_of[t] = live ? log_decay(widen(a[gate]), a_log[head], dt_bias[head]) : 0.0f;
+        beta_of[t] = live ? sigmoid(widen(b[gate])) : 0.0f;
     }
     copies_done();
     __syncthreads();
@@ -287,6 +301,22 @@ constexpr int kDepth = DK / kBlock;
 constexpr int kStages = 2;  // chunks in shared memory
 constexpr int kScratchVectors = sizeof(Scratch) / 16;
 
+// Chunks of the segments ahead of one. By all lanes of a warp.
+__device__ __forceinline__ int chunks_before(const Segment* segments, int index) {
+    const int lane = lane_id();
+    return __reduce_add_sync(0xffffffffu, lane < index ? chunks_of(segments[lane]) : 0);
+}
+
+// The same segment in registers that a warp has once, which leaves the others for the state.
+__device__ __forceinline__ Segment uniform(Segment segment) {
+    const auto once = [](int& field) { field = __reduce_max_sync(0xffffffffu, field); };
+    once(segment.start);
+    once(segment.tokens);
+    once(segment.row);
+    once(segment.slot);
+    return segment;
+}
+
 // A chunk in shared memory.
 struct Stage {
     const Scratch* scratch;
@@ -327,29 +357,41 @@ __device__ __forceinline__ Sum minus(const Sum& x, const Sum& y) {
 
 }  // namespace
 
-// Dynamic shared memory: kStages stages. initial: 0 starts from zeros whatever the state holds.
+// Dynamic shared memory: kStages stages. most: chunks of a pass.
 extern "C" __global__ void __launch_bounds__(kStateThreads, 1)
-    delta_states(const Element* q, const Element* k, long long qk_stride, const Element* v,
-                 long long v_stride, const Scratch* scratch, float* state, float* out, int start,
-                 int tokens, int chunks, int group, int initial) {
+    delta_states(const Element* qkv, long long stride, const Scratch* scratch, float* state,
+                 float* out, const Segment* segments, int first, int most, int group) {
     extern __shared__ uint4 dynamic[];
+    const Segment segment = uniform(segments[blockIdx.z]);
+    // Chunks of this pass, counted within the segment.
+    const int begin = first - chunks_before(segments, blockIdx.z), skipped = max(begin, 0);
+    const int chunks = min(begin + most, chunks_of(segment)) - skipped;
+    if (chunks <= 0) return;
+    const int done = skipped ? span_of(skipped, segment.start, segment.tokens).first : 0;
+    const int start = skipped ? 0 : segment.start % kChunk, tokens = segment.tokens - done;
+    const bool initial = segment.start + done > 0;
     const int slice = blockIdx.x, head = blockIdx.y, heads = gridDim.y;
     const int row = slice * kSlice + warp_id() * kBlock + (lane_id() >> 2);
     const int pair = 2 * (lane_id() & 3);
-    q = Rows<DK>::own_of(q + head / group * DK, qk_stride);
-    k = Rows<DK>::own_of(k + head / group * DK, qk_stride);
-    v = Rows<kSlice>::own_of(v + head * DV + slice * kSlice, v_stride);
-    scratch += head;
+    const long long first_row = segment.row + done;
+    const Element* of_step = qkv + first_row * stride;
+    const Element* q = Rows<DK>::own_of(of_step + head / group * DK, stride);
+    const Element* k = q + heads / group * DK;
+    const Element* v = Rows<kSlice>::own_of(
+        of_step + 2 * (heads / group) * DK + head * DV + slice * kSlice, stride);
+    scratch += static_cast<long long>(skipped - begin) * heads + head;
+    state += static_cast<long long>(segment.slot) * heads * DV * DK;
+    out += first_row * heads * DV;
 
     // Starts the n-th of so many parts of the copies of a chunk.
     const auto fetch_keys = [&](uint4* to, int chunk, int n, int parts) {
         const Stage stage(to);
         const Span span = span_of(chunk, start, tokens);
-        const long long first = span.first * qk_stride;
+        const long long rows = span.first * stride;
 #pragma unroll
         for (int i = n; i < Rows<DK>::kLoads<kStateThreads>; i += parts) {
-            stage.q.load<kStateThreads>(i, q + first, qk_stride, span.count);
-            stage.k.load<kStateThreads>(i, k + first, qk_stride, span.count);
+            stage.q.load<kStateThreads>(i, q + rows, stride, span.count);
+            stage.k.load<kStateThreads>(i, k + rows, stride, span.count);
         }
     };
     const auto fetch_others = [&](uint4* to, int chunk, int n, int parts) {
@@ -357,7 +399,7 @@ extern "C" __global__ void __launch_bounds__(kStateThreads, 1)
         const Span span = span_of(chunk, start, tokens);
 #pragma unroll
         for (int i = n; i < Rows<kSlice>::kLoads<kStateThreads>; i += parts)
-            stage.v.load<kStateThreads>(i, v + span.first * v_stride, v_stride, span.count);
+            stage.v.load<kStateThreads>(i, v + span.first * stride, stride, span.count);
         const auto* from =
             reinterpret_cast<const uint4*>(scratch + static_cast<long long>(chunk) * heads);
 #pragma unroll

@@ -23,6 +23,7 @@
 //
 // -D at load: ELEMENT (0 bf16, 1 fp16, 2 fp32), DK, DV (multiples of 32), GROUP (value heads of a key
 // head), SPLIT, WARPS, CTAS (on one multiprocessor at least); GROUP * SPLIT <= 8, DV / SPLIT a multiple of 4 WARPS, at most 32 WARPS.
+#include "delta_gates.cuh"
 #include "early.cuh"
 #include "element.cuh"
 #include "threads.cuh"
@@ -93,8 +94,6 @@ __device__ __forceinline__ void move_on(Element* conv, const Element* x, long lo
     conv[c * 3 + 1] = fresh(conv + c * 3 + 2);
     conv[c * 3 + 2] = fresh(x + c);
 }
-
-__device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
 }  // namespace
 
@@ -179,7 +178,7 @@ extern "C" __global__ void __cluster_dims__(GROUP* SPLIT, 1, 1) __launch_bounds_
     }
     if (threadIdx.x == kThreads - 1) {
         beta = sigmoid(write_gate);
-        decay = expf(-expf(rate) * softplus(decay_gate + bias));
+        decay = expf(log_decay(decay_gate, rate, bias));
     }
     __syncthreads();
     // From here on the convolution state has been read, and everyone runs.

@@ -6,6 +6,7 @@
 //
 // -D at load: ELEMENT (0 bf16, 1 fp16, 2 fp32).
 #include "element.cuh"
+#include "segments.cuh"
 #include "threads.cuh"
 
 namespace {
@@ -21,16 +22,25 @@ struct alignas(kVector * sizeof(Element) < 16 ? kVector * sizeof(Element) : 16) 
 
 }  // namespace
 
-// Causal depthwise convolution of width 4, then silu. Grid: (channels / (8 * block), tokens / 32), rounded
-// up. x [tokens, channels] strided, taps fp32 [channels, 4], state [channels, 3] the inputs before x,
-// oldest first, read if `initial` and left alone; out [tokens, channels]. Products and sums come in the
-// order of the decode step, which gives the same bits.
+// Causal depthwise convolution of width 4, then silu, over the segments of a step. Grid: (channels / (8 *
+// block), runs of 32 tokens of a segment), rounded up; blocks beyond the last run do nothing. x [T,
+// channels] strided, taps fp32 [channels, 4], state [slots, channels, 3] the inputs before a segment,
+// oldest first, read unless it starts at 0 and left alone; out [T, channels], rows of segments only.
+// Products and sums come in the order of the decode step, which gives the same bits.
 extern "C" __global__ void __launch_bounds__(128)
     conv_prefill(const Element* x, long long x_stride, const float* taps, const Element* state,
-                 Element* out, int tokens, int channels, int initial) {
+                 Element* out, int channels, const Segment* segments) {
+    const Part run = find_part(segments, blockIdx.y, [](const Segment& segment) {
+        return (segment.tokens + kRun - 1) / kRun;
+    });
     const int channel = (blockIdx.x * blockDim.x + threadIdx.x) * kVector;
-    if (channel >= channels) return;
-    const int first = blockIdx.y * kRun, last = min(first + kRun, tokens);
+    if (run.segment < 0 || channel >= channels) return;
+    const Segment segment = segments[run.segment];
+    const bool initial = segment.start > 0;
+    x += segment.row * x_stride;
+    out += static_cast<long long>(segment.row) * channels;
+    state += static_cast<long long>(segment.slot) * channels * 3;
+    const int first = run.index * kRun, last = min(first + kRun, segment.tokens);
     float4 tap[kVector];
     float window[kVector][3];
 #pragma unroll
@@ -77,21 +87,24 @@ extern "C" __global__ void __launch_bounds__(128)
     }
 }
 
-// Leave the last three inputs in the state, for the launch after `conv_prefill`. Grid: channels / block.
+// Leave the last three inputs of each segment in its state, for the launch after `conv_prefill`. Grid:
+// (channels / block, rounded up, segments).
 extern "C" __global__ void __launch_bounds__(256)
-    conv_keep(const Element* x, long long x_stride, Element* state, int tokens, int channels,
-              int initial) {
+    conv_keep(const Element* x, long long x_stride, Element* state, int channels,
+              const Segment* segments) {
     const int channel = blockIdx.x * blockDim.x + threadIdx.x;
-    if (channel >= channels) return;
-    Element* own = state + static_cast<long long>(channel) * 3;
+    const Segment segment = segments[blockIdx.y];
+    if (channel >= channels || !segment.tokens) return;
+    x += segment.row * x_stride;
+    Element* own = state + (static_cast<long long>(segment.slot) * channels + channel) * 3;
     Element kept[3];
 #pragma unroll
     for (int i = 0; i < 3; ++i) {
-        const int token = tokens - 3 + i;
+        const int token = segment.tokens - 3 + i;
         kept[i] = narrow(0.0f);
         if (token >= 0)
             kept[i] = x[token * x_stride + channel];
-        else if (initial)
+        else if (segment.start > 0)
             kept[i] = own[token + 3];
     }
 #pragma unroll

@@ -8,8 +8,6 @@ rounding, not in bits: a state says nothing of how it was reached, so whoever sa
 import torch
 
 from headrace.backends.base import Backend, DeltaWeights
-from headrace.kv.state import StatePool
-from headrace.models.batch import PrefillSegment
 from headrace.models.config import ModelConfig
 from headrace.models.step import Step
 from headrace.models.tensors import WeightReader
@@ -39,63 +37,30 @@ class LinearMixer:
 
     def forward(self, x: torch.Tensor, step: Step, residual: torch.Tensor) -> torch.Tensor:
         """`residual` plus the mixer over `x`, both `[T, hidden]`; advances every state."""
-        pool = step.state
+        pool, batch = step.state, step.batch
         assert pool is not None, "checked by the decoder"
-        sizes, rows = self._sizes, step.batch.num_decode
+        sizes, rows = self._sizes, batch.num_decode
         projected = self._qkv_z.forward(x, decode_rows=rows)
         qkv, z = torch.split(projected, [sizes.channels, sizes.value_size], dim=1)
         b, a = self._b_a.forward(x, decode_rows=rows, same_input=True).chunk(2, dim=1)
-        parts = []
+        states = (pool.conv[self._state_layer], pool.recurrent[self._state_layer])
+        out = qkv.new_empty((len(x), sizes.value_size)) if batch.segments else None
+        mixed = None
         if rows:
-            parts.append(
-                self._backend.delta_mix_step(
-                    qkv[:rows],
-                    z[:rows],
-                    b[:rows],
-                    a[:rows],
-                    self._weights,
-                    pool.conv[self._state_layer],
-                    pool.recurrent[self._state_layer],
-                    step.batch.state_slots,
-                )
+            mixed = self._backend.delta_mix_step(
+                qkv[:rows],
+                z[:rows],
+                b[:rows],
+                a[:rows],
+                self._weights,
+                *states,
+                batch.state_slots,
+                out=None if out is None else out[:rows],
             )
-        for segment in step.batch.segments:
-            span = slice(segment.offset, segment.offset + segment.length)
-            parts.append(self._run(qkv[span], z[span], b[span], a[span], segment, pool))
-        mixed = torch.cat(parts) if len(parts) > 1 else parts[0]
+        if out is not None:
+            self._backend.delta_mix_prefill(
+                qkv, z, b, a, self._weights, *states, batch.segments, out=out
+            )
+            mixed = out
+        assert mixed is not None, "a batch has tokens"
         return self._output.forward(mixed, decode_rows=rows, residual=residual)
-
-    def _run(
-        self,
-        qkv: torch.Tensor,
-        z: torch.Tensor,
-        b: torch.Tensor,
-        a: torch.Tensor,
-        segment: PrefillSegment,
-        pool: StatePool,
-    ) -> torch.Tensor:
-        """New tokens of one request -> `[n, Hv * dv]`."""
-        sizes, weights, tokens = self._sizes, self._weights, segment.length
-        initial = segment.start > 0
-        beta, g = self._backend.delta_gates(b, a, weights.a_log, weights.dt_bias)  # [n, Hv]
-        mixed = self._backend.conv_prefill(
-            qkv,
-            weights.taps,
-            pool.conv[self._state_layer],
-            segment.state_slot,
-            has_initial_state=initial,
-        )
-        q, k, v = torch.split(mixed, [sizes.key_size, sizes.key_size, sizes.value_size], dim=1)
-        out = self._backend.gated_delta_prefill(
-            q.reshape(tokens, sizes.key_heads, sizes.key_head_dim),
-            k.reshape(tokens, sizes.key_heads, sizes.key_head_dim),
-            v.reshape(tokens, sizes.value_heads, sizes.value_head_dim),
-            g,
-            beta,
-            pool.recurrent[self._state_layer],
-            segment.state_slot,
-            segment.start,
-            has_initial_state=initial,
-        )
-        normed = self._backend.gated_rms_norm(out, z.view(out.shape), weights.norm, weights.eps)
-        return normed.reshape(tokens, sizes.value_size)

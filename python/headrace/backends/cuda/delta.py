@@ -1,4 +1,4 @@
-"""The linear layers between their projections: one token a row in one launch, and many tokens.
+"""The linear layers between their projections: one token a row in one launch, and prompts.
 
 `DeltaPrefill` owns scratch that launches on one stream take turns with. No locks.
 """
@@ -14,6 +14,7 @@ from headrace.backends.base import DeltaWeights
 from headrace.backends.cuda.gemm import ELEMENTS
 from headrace.backends.cuda.kernel import Kernel
 from headrace.backends.cuda.loader import Variant, load_kernel
+from headrace.backends.cuda.segments import DeviceSegments
 from headrace.errors import ConfigError
 from headrace.models.hybrid_config import DELTA_CHUNK, LinearAttention
 
@@ -80,7 +81,7 @@ class DeltaStep:
         *,
         settled: bool = False,
     ) -> torch.Tensor:
-        """`conv_step`, `delta_gates`, `gated_delta_step` and `gated_rms_norm` of a backend.
+        """`delta_mix_step` of a backend.
 
         qkv: `[B, channels]`; z: `[B, Hv * dv]`; b, a: `[B, Hv]` with the same stride; columns
         contiguous, rows strided. conv, state: one layer of each pool, `[slots, channels, 3]` and
@@ -186,7 +187,7 @@ class _Kernel:
 
 
 class DeltaPrefill:
-    """Gated delta rule over the tokens of one request, `max_chunks` chunks of 64 a pass.
+    """Gates and delta rule over the prompts of a step, `max_chunks` chunks of 64 a pass.
 
     Raises
     ------
@@ -215,126 +216,83 @@ class DeltaPrefill:
 
     def prefill(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
+        mixed: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        weights: DeltaWeights,
         state: torch.Tensor,
-        start: int,
+        segments: DeviceSegments,
         *,
-        has_initial_state: bool,
-    ) -> torch.Tensor:
-        """`gated_delta_prefill` of a backend for the state of one slot.
+        out: torch.Tensor,
+    ) -> None:
+        """`delta_gates` and `gated_delta_prefill` of the torch backend for all segments.
 
-        q, k: `[n, Hk, dk]`; v: `[n, Hv, dv]`; g, beta: fp32 `[n, Hv]`; rows may be strided, q and
-        k alike, g and beta alike, those of q, k and v at multiples of 16 bytes. state: fp32
-        `[Hv, dv, dk]`, contiguous. Returns fp32 `[n, Hv, dv]`.
+        mixed: `[T, channels]` as the convolution leaves it, rows at multiples of 16 bytes; b, a:
+        `[T, Hv]` with the same stride; columns contiguous, rows strided. state: one layer of the
+        pool, fp32 `[slots, Hv, dv, dk]`; out: fp32 `[T, Hv, dv]`, contiguous. Rows and slots of no
+        segment are left alone.
 
         Raises
         ------
         ConfigError
             A tensor of another shape, dtype or stride; nothing was launched.
         """
-        self._check(q, k, v, g, beta, state)
-        tokens = q.shape[0]
-        out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
-        first, chunks = 0, self._scratch.shape[0]
-        while first < tokens:
-            position = start + first
-            last = min(tokens, first + chunks * DELTA_CHUNK - position % DELTA_CHUNK)
-            rows = slice(first, last)
-            self._pass(
-                (q[rows], k[rows], v[rows], g[rows], beta[rows]),
-                state,
-                out[rows],
-                position % DELTA_CHUNK,
-                has_initial_state or first > 0,
-            )
-            first = last
-        return out
+        self._check(mixed, b, a, state, out)
+        sizes, kernel, most = self._sizes, self._kernel, self._scratch.shape[0]
+        value_heads, slices = sizes.value_heads, sizes.value_head_dim // kernel.slice
+        heads_each = value_heads // sizes.key_heads
+        parallel, serial = _prefill_kernels(kernel, torch.cuda.current_device())
+        rows, scratch = (mixed.data_ptr(), mixed.stride(0)), self._scratch.data_ptr()
+        gates = (
+            b.data_ptr(),
+            a.data_ptr(),
+            b.stride(0),
+            weights.a_log.data_ptr(),
+            weights.dt_bias.data_ptr(),
+        )
+        targets = (state.data_ptr(), out.data_ptr())
+        for group in segments.groups:
+            for first in range(0, group.chunks, most):
+                parallel.launch(
+                    (min(most, group.chunks - first), value_heads),
+                    _PREFILL_THREADS,
+                    (*rows, *gates, scratch, group.address, first, heads_each),
+                )
+                serial.launch(
+                    (slices, value_heads, group.count),
+                    2 * kernel.slice,
+                    (*rows, scratch, *targets, group.address, first, most, heads_each),
+                )
 
-    def _pass(
+    def _check(
         self,
-        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        mixed: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
         state: torch.Tensor,
         out: torch.Tensor,
-        offset: int,
-        initial: bool,
     ) -> None:
-        """Chunks that fit in the scratch; the first token stands `offset` tokens into its chunk."""
-        q, k, v, g, beta = inputs
-        sizes, tokens = self._sizes, q.shape[0]
-        chunks = -(-(offset + tokens) // DELTA_CHUNK)
-        group = sizes.value_heads // sizes.key_heads
-        kernel = self._kernel
-        parallel, serial = _prefill_kernels(kernel, torch.cuda.current_device())
-        parallel.launch(
-            (chunks, sizes.value_heads),
-            _PREFILL_THREADS,
-            (
-                q.data_ptr(),
-                k.data_ptr(),
-                q.stride(0),
-                g.data_ptr(),
-                beta.data_ptr(),
-                g.stride(0),
-                self._scratch.data_ptr(),
-                offset,
-                tokens,
-                group,
-            ),
-        )
-        serial.launch(
-            (sizes.value_head_dim // kernel.slice, sizes.value_heads),
-            2 * kernel.slice,
-            (
-                q.data_ptr(),
-                k.data_ptr(),
-                q.stride(0),
-                v.data_ptr(),
-                v.stride(0),
-                self._scratch.data_ptr(),
-                state.data_ptr(),
-                out.data_ptr(),
-                offset,
-                tokens,
-                chunks,
-                group,
-                int(initial),
-            ),
-        )
-
-    def _check(self, *tensors: torch.Tensor) -> None:
-        sizes, tokens = self._sizes, tensors[0].shape[0]
-        key = (tokens, sizes.key_heads, sizes.key_head_dim)
-        value = (tokens, sizes.value_heads, sizes.value_head_dim)
-        gate = (tokens, sizes.value_heads)
-        expected = (
-            ("q", key, self._dtype),
-            ("k", key, self._dtype),
-            ("v", value, self._dtype),
-            ("g", gate, torch.float32),
-            ("beta", gate, torch.float32),
-            ("state", (sizes.value_heads, *value[2:], key[2]), torch.float32),
-        )
-        for (name, shape, dtype), x in zip(expected, tensors, strict=True):
-            packed = not tokens or x.shape != shape or x[0].is_contiguous()
-            if x.shape != shape or x.dtype != dtype or not packed:
+        sizes, tokens = self._sizes, mixed.shape[0]
+        heads = sizes.value_heads
+        for name, x, width in (("qkv", mixed, sizes.channels), ("b", b, heads), ("a", a, heads)):
+            if x.shape != (tokens, width) or x.dtype != self._dtype or x.stride(1) != 1:
                 raise ConfigError(
                     f"delta prefill: {name} is {x.dtype} {list(x.shape)} with strides "
-                    f"{list(x.stride())}, expected {dtype} {list(shape)} with packed rows"
+                    f"{list(x.stride())}, expected {self._dtype} [{tokens}, {width}] with "
+                    "contiguous columns"
                 )
-        q, k, _, g, beta, state = tensors
-        if q.stride(0) != k.stride(0) or g.stride(0) != beta.stride(0):
-            raise ConfigError("delta prefill: q and k, or g and beta, have different row strides")
-        if not state.is_contiguous():
-            raise ConfigError("delta prefill: the state of a slot is contiguous")
-        for name, x in zip("qkv", tensors, strict=False):
-            if (x.data_ptr() | x.stride(0) * x.itemsize) % _ROW_ALIGNMENT:
-                raise ConfigError(
-                    f"delta prefill: rows of {name} start at multiples of {_ROW_ALIGNMENT} bytes"
-                )
+        if a.stride(0) != b.stride(0):
+            raise ConfigError("delta prefill: a and b have different row strides")
+        if (mixed.data_ptr() | mixed.stride(0) * mixed.itemsize) % _ROW_ALIGNMENT:
+            raise ConfigError(
+                f"delta prefill: rows of qkv start at multiples of {_ROW_ALIGNMENT} bytes"
+            )
+        pool = (heads, sizes.value_head_dim, sizes.key_head_dim)
+        if state.shape[1:] != pool or state.dtype != torch.float32 or not state.is_contiguous():
+            raise ConfigError(f"delta prefill: state is {state.dtype} {list(state.shape)}")
+        values = (tokens, heads, sizes.value_head_dim)
+        if out.shape != values or out.dtype != torch.float32 or not out.is_contiguous():
+            raise ConfigError(f"delta prefill: out is {out.dtype} {list(out.shape)}")
 
 
 @dataclass(frozen=True, slots=True)

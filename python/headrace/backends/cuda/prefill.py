@@ -1,6 +1,6 @@
 """What a prompt needs between matrix products: convolution, gated norm, activations as e4m3 codes.
 
-They give what the operations of the same name of the torch backend give. No state, no locks.
+They give what the operations of the torch backend give. No state, no locks.
 """
 
 import functools
@@ -11,6 +11,7 @@ import torch
 from headrace.backends.cuda.gemm import ELEMENTS
 from headrace.backends.cuda.kernel import Kernel
 from headrace.backends.cuda.loader import Variant, load_kernel
+from headrace.backends.cuda.segments import DeviceSegments
 from headrace.errors import ConfigError
 
 GROUP = 128  # columns of an activation that share a scale
@@ -24,63 +25,70 @@ _ROW_ALIGNMENT = 16
 
 
 def conv_prefill(
-    x: torch.Tensor, taps: torch.Tensor, state: torch.Tensor, *, initial: bool
-) -> torch.Tensor:
-    """Causal convolution and silu of `x [n, channels]` -> `[n, channels]`; rows may be strided.
+    x: torch.Tensor,
+    taps: torch.Tensor,
+    state: torch.Tensor,
+    segments: DeviceSegments,
+    *,
+    out: torch.Tensor,
+) -> None:
+    """Causal convolution and silu of the segments' rows of `x [T, channels]`, into those of `out`.
 
-    taps: fp32 `[channels, 4]`; state: `[channels, 3]`, read if `initial`, left as the last inputs.
+    x: rows may be strided; taps: fp32 `[channels, 4]`; state: one layer of the pool,
+    `[slots, channels, 3]`, read for segments that do not start at 0, left as their last inputs;
+    out: `[T, channels]`, contiguous. Other rows and slots are left alone.
 
     Raises
     ------
     ConfigError
-        A dtype, or channels or a stride that are no multiple of 8.
+        A shape, dtype or layout, or channels or a stride that are no multiple of 8.
     """
-    tokens, channels = x.shape
+    channels = x.shape[1]
     aligned = not (channels % _VECTOR or x.stride(0) % _VECTOR or x.data_ptr() % 16)
     if x.dtype not in ELEMENTS or state.dtype != x.dtype or x.stride(1) != 1 or not aligned:
         raise ConfigError(f"conv prefill: x is {x.dtype} {list(x.shape)}, strides {x.stride()}")
-    out = torch.empty((tokens, channels), dtype=x.dtype, device=x.device)
-    if not tokens:
-        return out
-    _kernel(x.dtype, "conv_prefill").launch(
-        (-(-channels // (_VECTOR * _CONV_THREADS)), -(-tokens // _RUN)),
-        _CONV_THREADS,
-        (
-            x.data_ptr(),
-            x.stride(0),
-            taps.data_ptr(),
-            state.data_ptr(),
-            out.data_ptr(),
-            tokens,
-            channels,
-            int(initial),
-        ),
-    )
-    _kernel(x.dtype, "conv_keep").launch(
-        (-(-channels // _THREADS),),
-        _THREADS,
-        (x.data_ptr(), x.stride(0), state.data_ptr(), tokens, channels, int(initial)),
-    )
-    return out
+    if state.shape[1:] != (channels, 3) or not state.is_contiguous():
+        raise ConfigError(f"conv prefill: state is {list(state.shape)}, strides {state.stride()}")
+    if out.shape != x.shape or out.dtype != x.dtype or not out.is_contiguous():
+        raise ConfigError(f"conv prefill: out is {out.dtype} {list(out.shape)}")
+    run, keep = _kernel(x.dtype, "conv_prefill"), _kernel(x.dtype, "conv_keep")
+    source, target = (x.data_ptr(), x.stride(0)), state.data_ptr()
+    for group in segments.groups:
+        run.launch(
+            (-(-channels // (_VECTOR * _CONV_THREADS)), group.tokens // _RUN + group.count),
+            _CONV_THREADS,
+            (*source, taps.data_ptr(), target, out.data_ptr(), channels, group.address),
+        )
+        keep.launch(
+            (-(-channels // _THREADS), group.count),
+            _THREADS,
+            (*source, target, channels, group.address),
+        )
 
 
-def gated_norm(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Norm of fp32 `x [n, heads, width]` times `weight * silu(z)` -> `[n, heads, width]`.
+def gated_norm(
+    x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor
+) -> None:
+    """Norm of fp32 `x [n, heads, width]` times `weight * silu(z)`, into `out`.
 
-    z: `[n, heads, width]`, rows may be strided; weight: `[width]`.
+    z, out: `[n, heads * width]`, z with strided rows; weight: `[width]`.
 
     Raises
     ------
     ConfigError
-        A dtype, a layout, or a width that is no multiple of 32 up to 128.
+        A shape, dtype or layout, or a width that is no multiple of 32 up to 128.
     """
     tokens, heads, width = x.shape
-    packed = z.stride(2) == 1 and z.stride(1) == width and x.is_contiguous()
-    if z.dtype not in ELEMENTS or x.dtype != torch.float32 or not packed:
-        raise ConfigError(f"gated norm: x is {x.dtype} {list(x.shape)}, z has strides {z.stride()}")
+    packed = x.is_contiguous() and z.stride(1) == 1 and out.is_contiguous()
+    flat = (tokens, heads * width)
+    typed = x.dtype == torch.float32 and z.dtype in ELEMENTS and out.dtype == z.dtype
+    if not typed or not packed or z.shape != flat or out.shape != flat:
+        raise ConfigError(
+            f"gated norm: x is {x.dtype} {list(x.shape)}, z {z.dtype} {list(z.shape)} with strides "
+            f"{z.stride()}, out {out.dtype} {list(out.shape)}"
+        )
     if width % 32 or width > _WIDEST_HEAD:
         raise ConfigError(f"gated norm: width {width}; accepted is 32, 64, 96 or 128")
-    out = torch.empty(x.shape, dtype=z.dtype, device=x.device)
     if tokens:
         _kernel(z.dtype, "gated_norm").launch(
             (-(-tokens * heads // _WARPS),),
@@ -97,7 +105,6 @@ def gated_norm(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: floa
                 width,
             ),
         )
-    return out
 
 
 def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -52,7 +52,7 @@ class DeviceSegments(Sequence[PrefillSegment]):
 
     def __init__(self, segments: Sequence[PrefillSegment], memory: torch.Tensor) -> None:
         self._segments = tuple(segments)
-        self._memory = memory
+        self.memory = memory
         ordered = sorted(self._segments, key=lambda one: _order(one.start, one.length))
         self.table_pages = max((len(segment.table) for segment in ordered), default=0)
         self.groups = [
