@@ -177,7 +177,8 @@ class CudaRunner(ModelRunner):
             # Elsewhere decode rows share the products of prompts.
             self._splits = model.backend.deterministic
             if graphs:
-                with torch.inference_mode():
+                # On the stream of the steps, as libraries keep a workspace for every stream.
+                with torch.inference_mode(), self._own_stream():
                     self._capture_decode()
                     if self._graph_prompts:
                         self._capture_prompts(prompt_sizes(max_tokens))
@@ -510,7 +511,9 @@ class CudaRunner(ModelRunner):
         run()  # loads kernels, which a capture does not allow
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            graph, self._graph_pool, self.stream, capture_error_mode="thread_local"
+        ):
             made = run()
             if logits is not None:
                 logits.copy_(made)

@@ -61,6 +61,7 @@ def test_device_hit_host_hit_and_stream_have_the_bits_of_a_miss(plain, model, na
             delays(llm, 3)
         [miss] = run(llm, one, [LONG], SHORT)
         assert miss.cached_tokens.device + miss.cached_tokens.host == 0
+        settle(llm)  # a state is found again once the host has it
         [hit] = run(llm, one, [LONG], SHORT)
         assert (hit.cached_tokens.device, hit.cached_tokens.host) == (5 * PAGE, 0)
         settle(llm)

@@ -76,7 +76,8 @@ class DeviceSegments(Sequence[PrefillSegment]):
             )
             for segment in segments
         )
-        memory[: len(packed)].copy_(torch.frombuffer(packed, dtype=torch.uint8))
+        if packed:
+            memory[: len(packed)].copy_(torch.frombuffer(packed, dtype=torch.uint8))
         return made
 
     @classmethod
