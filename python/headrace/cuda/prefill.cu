@@ -12,8 +12,7 @@
 namespace {
 
 constexpr int kVector = 8;   // channels of a thread
-constexpr int kRun = 32;     // tokens of a thread
-constexpr int kAhead = 4;    // of them read before one is written
+constexpr int kAhead = 4;    // tokens of a thread that are read before one is written
 constexpr int kGroup = 128;  // columns that share a scale
 
 struct alignas(kVector * sizeof(Element) < 16 ? kVector * sizeof(Element) : 16) Vector {
@@ -23,15 +22,15 @@ struct alignas(kVector * sizeof(Element) < 16 ? kVector * sizeof(Element) : 16) 
 }  // namespace
 
 // Causal depthwise convolution of width 4, then silu, over the segments of a step. Grid: (channels / (8 *
-// block), runs of 32 tokens of a segment), rounded up; blocks beyond the last run do nothing. x [T,
+// block), runs of so many tokens of a segment), rounded up; blocks beyond the last run do nothing. x [T,
 // channels] strided, taps fp32 [channels, 4], state [slots, channels, 3] the inputs before a segment,
 // oldest first, read unless it starts at 0 and left alone; out [T, channels], rows of segments only.
 // Products and sums come in the order of the decode step, which gives the same bits.
 extern "C" __global__ void __launch_bounds__(128)
     conv_prefill(const Element* x, long long x_stride, const float* taps, const Element* state,
-                 Element* out, int channels, const Segment* segments) {
-    const Part run = find_part(segments, blockIdx.y, [](const Segment& segment) {
-        return (segment.tokens + kRun - 1) / kRun;
+                 Element* out, int channels, const Segment* segments, int run_tokens) {
+    const Part run = find_part(segments, blockIdx.y, [=](const Segment& segment) {
+        return (segment.tokens + run_tokens - 1) / run_tokens;
     });
     const int channel = (blockIdx.x * blockDim.x + threadIdx.x) * kVector;
     if (run.segment < 0 || channel >= channels) return;
@@ -40,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(128)
     x += segment.row * x_stride;
     out += static_cast<long long>(segment.row) * channels;
     state += static_cast<long long>(segment.slot) * channels * 3;
-    const int first = run.index * kRun, last = min(first + kRun, segment.tokens);
+    const int first = run.index * run_tokens, last = min(first + run_tokens, segment.tokens);
     float4 tap[kVector];
     float window[kVector][3];
 #pragma unroll

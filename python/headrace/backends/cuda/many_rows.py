@@ -107,7 +107,10 @@ def takes_codes(weight: BlockFp8Weight) -> bool:
 
 
 def _padded(rows: torch.Tensor, size: int) -> torch.Tensor:
-    return F.pad(rows, (0, 0, 0, size - rows.shape[0]))
+    """The rows among so many; what the others hold is in no row but theirs."""
+    block = rows.new_empty((size, rows.shape[1]))
+    block[: rows.shape[0]] = rows
+    return block
 
 
 def _product(

@@ -16,7 +16,9 @@ from headrace.errors import ConfigError
 
 GROUP = 128  # columns of an activation that share a scale
 _NAMES = ("conv_prefill", "conv_keep", "gated_norm", "quantise_rows", "quantise_silu_mul")
-_VECTOR, _RUN, _CONV_THREADS = 8, 32, 128
+_VECTOR, _CONV_THREADS = 8, 128
+# Tokens of a thread of the convolution, for steps of up to so many tokens; it reads three more.
+_RUNS = ((256, 4), (2048, 8), (1 << 31, 32))
 _THREADS, _WARPS = 256, 8
 _WIDEST_HEAD = 128
 # Rows of a thread of the kernels that give codes; it has eight neighbouring columns.
@@ -54,10 +56,11 @@ def conv_prefill(
     run, keep = _kernel(x.dtype, "conv_prefill"), _kernel(x.dtype, "conv_keep")
     source, target = (x.data_ptr(), x.stride(0)), state.data_ptr()
     for group in segments.groups:
+        tokens = next(run for most, run in _RUNS if group.tokens <= most)
         run.launch(
-            (-(-channels // (_VECTOR * _CONV_THREADS)), group.tokens // _RUN + group.count),
+            (-(-channels // (_VECTOR * _CONV_THREADS)), group.tokens // tokens + group.count),
             _CONV_THREADS,
-            (*source, taps.data_ptr(), target, out.data_ptr(), channels, group.address),
+            (*source, taps.data_ptr(), target, out.data_ptr(), channels, group.address, tokens),
         )
         keep.launch(
             (-(-channels // _THREADS), group.count),
