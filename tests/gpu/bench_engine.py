@@ -15,10 +15,16 @@ from pathlib import Path
 COMMON = "--device cuda -o json"
 DUMMY = "--load-format dummy --skip-tokenizer"
 DECODE = "-npp 1024 -ntg 64 -npl 1,2,4,8 --repeat 2"
+SHORT = "-npp 64,256,512 -ntg 4 -npl 1 --repeat 9"
 CONTEXT_64K = "-npp 65536 -ntg 32 -npl 8 --repeat 1 --max-batch-tokens 8192"
 MODELS = ("qwen3-8b", "qwen3-0.6b", "qwen3.5-27b-fp8")
 RUNS = {
     **{model: f"batch --model {model} {DECODE}" for model in MODELS},
+    **{f"{model}-short": f"batch --model {model} {SHORT}" for model in MODELS},
+    **{
+        f"{model}-short-eager": f"batch --model {model} {SHORT} --no-cuda-graphs"
+        for model in MODELS
+    },
     "qwen3.5-27b-fp8-prefill": "batch --model qwen3.5-27b-fp8 -npp 8192 -ntg 16 -npl 1 --repeat 3",
     "qwen3-8b-eager": f"batch --model qwen3-8b {DECODE} --no-cuda-graphs",
     "qwen3-8b-off": f"batch --model qwen3-8b {DECODE} --deterministic off",
@@ -37,7 +43,7 @@ RUNS = {
 }
 SHOWN = (
     "b", "pp", "step_ms_median", "device_ms_median", "step_ms_floor", "floor_ratio", "s_tg_tps",
-    "speedup_vs_b1", "s_pp_tps", "prefill_device_s", "prefill_floor_ratio", "lone_ratio",
+    "speedup_vs_b1", "t_pp_s", "s_pp_tps", "prefill_device_s", "prefill_floor_ratio", "lone_ratio",
     "kv_dtype", "context", "attention_ms_median", "attention_device_ms_median", "parity",
 )  # fmt: skip
 
