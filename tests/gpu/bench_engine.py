@@ -20,10 +20,10 @@ CONTEXT_64K = "-npp 65536 -ntg 32 -npl 8 --repeat 1 --max-batch-tokens 8192"
 MODELS = ("qwen3-8b", "qwen3-0.6b", "qwen3.5-27b-fp8")
 RUNS = {
     **{model: f"batch --model {model} {DECODE}" for model in MODELS},
-    **{f"{model}-short": f"batch --model {model} {SHORT}" for model in MODELS},
     **{
-        f"{model}-short-eager": f"batch --model {model} {SHORT} --no-cuda-graphs"
+        f"{model}-short{name}": f"batch --model {model} {SHORT} {option}"
         for model in MODELS
+        for name, option in (("", ""), ("-eager", "--no-cuda-graphs"))
     },
     "qwen3.5-27b-fp8-prefill": "batch --model qwen3.5-27b-fp8 -npp 8192 -ntg 16 -npl 1 --repeat 3",
     "qwen3-8b-eager": f"batch --model qwen3-8b {DECODE} --no-cuda-graphs",
