@@ -149,7 +149,7 @@ class EngineConfig:
     deterministic: str | bool = _option(
         "auto", "auto | on | off: tokens independent of the batch; auto is on for CUDA"
     )
-    cuda_graphs: bool = _option(True, "capture decode steps and short prompts in CUDA graphs; GPU only")
+    cuda_graphs: bool = _option(True, "capture decode rows and prompts in CUDA graphs; GPU only")
     step_timeout_s: float = _option(
         300.0,
         "GPU only: seconds until a step counts as stuck; its engine then runs no more. With a host "

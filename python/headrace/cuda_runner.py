@@ -404,8 +404,6 @@ class CudaRunner(ModelRunner):
         return self.model.forward(self._batch(plan, part, arrays), self.kv, self.state, gates)
 
     def _batch(self, plan: StepPlan, part: Part, arrays: StepArrays) -> ForwardBatch:
-        if not part.prompts:
-            return self._forward_batch(arrays, (), arrays.device["sample_index"])
         rows, device, before = plan.num_decode, arrays.device, part.tokens(plan).start
         starts, slots = plan.starts.tolist(), plan.slots.tolist()
         offsets, borders = plan.token_offsets.tolist(), plan.table_offsets.tolist()

@@ -128,7 +128,7 @@ def test_what_cannot_be_captured_is_launched(tiny):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_tokens_of_launched_steps(tiny, temperature):
-    """The places of tokens on the device: prompts beside decode rows, steps that run ahead."""
+    """The places of tokens on the device: prompts beside decode rows, one step after the other."""
     prompts = prompts_of((70, 5, 300, 64, 1, 130))
     params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=temperature, seed=3)
     results = []

@@ -5,7 +5,8 @@
 // delta_chunks, grid (chunks, value heads), block 256: gates and what needs neither state nor values, T =
 // (I + A)^-1 diag(beta) and P = (Q K^T) . M.
 // delta_states, grid (dv / 64, value heads, segments), block 128 (dv = 32: (1, ...), block 64): the chunks of
-// a segment one after the other. X = V - diag(e^c) K S^T, R = T X, O = diag(e^c) Q S^T + P R, S = e^{c_64} S + R^T diag(e^{c_64 - c}) K.
+// a segment one after the other. X = V - diag(e^c) K S^T, R = T X, O = diag(e^c) Q S^T + P R, S = e^{c_64} S +
+// R^T diag(e^{c_64 - c}) K.
 // A warp has 16 rows of the state, and of X, R and O transposed, in registers: the result of a product is the
 // left side of the next, and only right sides come through shared memory, fetched a chunk ahead. One barrier
 // a chunk.

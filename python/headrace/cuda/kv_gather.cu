@@ -1,8 +1,8 @@
 // Gather: K and V of a run of tokens of one request, dequantised into a contiguous workspace for
 // attention of prompts.
 //
-// Grid: any; block: 128, one warp four consecutive tokens of one (head, K or V) at a time. No shared memory. Bounded by bytes: reads the stored row, writes D
-// elements. Values are `f32(code) * f32(scale)`, exact; with `restore` the rotation is undone in
+// Grid: any; block: 128, one warp four consecutive tokens of one (head, K or V) at a time. No shared
+// memory. Bounded by bytes: reads the stored row, writes D elements. Values are `f32(code) * f32(scale)`, exact; with `restore` the rotation is undone in
 // fp32; one rounding to the dtype of the workspace.
 #include "kv_common.cuh"
 #include "segments.cuh"
@@ -44,15 +44,15 @@ DEVICE void decode(float (&x)[D / 32], const u8* codes, const u16* scales, bool 
     }
 }
 
-// Tokens first..first+tokens-1 of the row of `table` [max_pages], or all of `segment` and before it. k_out, v_out: dtype OUT,
-// element (token, head, d) at token * out_token + head * out_head + d. k0: see `Pages`, null
-// without LOW.
+// Tokens first..first+tokens-1 of the row of `table` [max_pages]; with a `segment`, whose table it is then,
+// all of its request up to its end. k_out, v_out: dtype OUT, element (token, head, d) at token * out_token +
+// head * out_head + d. k0: see `Pages`, null without LOW.
 template <int DT, int FMT, int D, int OUT>
 __global__ void __launch_bounds__(32 * WARPS)
-    kv_gather(const Segment* segment, const u32* table, int max_pages, int page_tokens, u32 layer, u32 pool_pages,
-              u32 window, const u32* k0, int first, int tokens, int kv_heads, const u8* k_codes,
-              const u16* k_scales, const u8* v_codes, const u16* v_scales, void* k_out,
-              void* v_out, i64 out_token, i64 out_head, int restore) {
+    kv_gather(const Segment* segment, const u32* table, int max_pages, int page_tokens, u32 layer,
+              u32 pool_pages, u32 window, const u32* k0, int first, int tokens, int kv_heads,
+              const u8* k_codes, const u16* k_scales, const u8* v_codes, const u16* v_scales,
+              void* k_out, void* v_out, i64 out_token, i64 out_head, int restore) {
     constexpr int W = D / 32;
     int lane = threadIdx.x % 32;
     if (segment) {

@@ -71,8 +71,9 @@ def most_captured(kv_format: KVFormat) -> int:
 class PrefillAttention:
     """Attention of new tokens of one or more requests over their own KV, causal.
 
-    For models in bf16 or fp16, over a pool of any format. Serves
-    one stream at a time: the count of drawn units is zero between launches.
+    For models in bf16 or fp16, over a pool of any format. Serves one stream at a time: the count of
+    drawn units is zero between launches. Owns the workspace of codes, of one request at its
+    longest, which a captured graph writes to as well.
     """
 
     def __init__(self, kernels: KVKernels) -> None:
