@@ -500,7 +500,7 @@ def test_steps_on_a_gpu_are_counted_before_pools_are_made():
     assert step_bytes(dense, exact, slots=8, **options) == found - 512 * 1_000 - more
     hybrid = KNOWN_CONFIGS["qwen3.5-27b"]
     more = options | {"max_batch_tokens": 1024}
-    mixer = (3 * 10_240 + 3 * 6_144) * 2 + 6_144 * 4
+    mixer = (2 * 10_240 + 2 * 6_144) * 2 + 6_144 * 4
     for kv_format, graphs in ((codes, 1), (plain, 1), (exact, 0)):
         grown = step_bytes(hybrid, kv_format, slots=8, **more)
         grown -= step_bytes(hybrid, kv_format, slots=8, **options)

@@ -3,9 +3,9 @@
 Owns the staging memory of the plans' arrays, one graph a decode width, graphs for prompts of some
 sizes, and what the graphs write: logits and tokens. A graph goes from the embedding to the token;
 its addresses are fixed, so what differs from step to step is data in the staging memory. Decode
-rows and prompts of a step are apart: they share no product anyway where bits are fixed. A step that
-was planned ahead finds its input in the tokens that the step before has left on the device, so that
-it is queued while that one runs and the device goes from one to the other.
+rows and prompts of a step run apart where they share no product anyway, which fixes their bits. A
+step that was planned ahead finds its input in the tokens that the step before has left on the
+device, so that it is queued while that one runs and the device goes from one to the other.
 
 Invariants: the host side of the staging memory is written only after the last copy out of it has
 ended; a padding row has page and slot -1 and length 0, and touches nothing; the tokens on the
@@ -128,8 +128,6 @@ class CudaRunner(ModelRunner):
     prompts, of some sizes together. step_timeout_s: most seconds from the wait for a step to its
     end.
 
-    prompt_replays: steps whose prompts were the replay of a graph.
-
     Work goes to a stream of its own, `stream`, which copies to and from the pools are ordered
     against; it is behind what the caller's stream was given, and that one behind it.
     """
@@ -173,9 +171,9 @@ class CudaRunner(ModelRunner):
             self._tickets = [_Ticket(2 * widest), _Ticket(2 * widest)]
             self._graphs: dict[int, _Captured] = {}
             self._prompt_graphs: dict[int, _Captured] = {}
-            self._graph_prompts = min(graph_prompts, max_rows)
+            self._graph_prompts = graph_prompts
             # Elsewhere decode rows share the products of prompts.
-            self._splits = model.backend.deterministic
+            self._splits = model.backend.deterministic and model.dtype != torch.float32
             if graphs:
                 # On the stream of the steps, as libraries keep a workspace for every stream.
                 with torch.inference_mode(), self._own_stream():
@@ -377,10 +375,8 @@ class CudaRunner(ModelRunner):
         """Have the tokens of all samples in `_places`; false if more is asked for."""
         others = made.others
         if _greedy(options):
-            first = self._widths[-1]
             if others is not None and not made.chosen:
-                if len(others) > len(self._tokens) - first:
-                    return False
+                first = self._widths[-1]
                 self._argmax(others, out=self._tokens[first : first + len(others)])
             return True
         samples = len(made.decoded)
@@ -466,7 +462,11 @@ class CudaRunner(ModelRunner):
             self._graphs[width] = _Captured(graph, arrays)
 
     def _capture_prompts(self, sizes: Sequence[int]) -> None:
-        """The same for prompts, of as many tokens as a step may have."""
+        """The same for prompts, of as many tokens as a step may have.
+
+        Where their logits are, decode graphs may have had something else: those come first in a
+        step.
+        """
         largest = sizes[-1]
         nbytes = self._prompt_shape(largest).nbytes
         self._prompt_staging = _Staging(nbytes, self._device, self.waits)

@@ -213,7 +213,8 @@ class Engine:
         from headrace.cuda_runner import CudaRunner
 
         assert isinstance(self.backend, CudaBackend), "made for this device"
-        rows = decode_width(self.config.max_batch_size)
+        slots = self.config.max_batch_size
+        rows = decode_width(slots)
         self.backend.attach(
             self.kv,
             query_heads=self.model_config.num_heads,
@@ -228,9 +229,9 @@ class Engine:
             self.state,
             max_rows=rows,
             max_context=self.max_context,
-            max_tokens=self.config.max_batch_tokens,
+            max_tokens=min(self.config.max_batch_tokens, slots * self.max_context),
             graphs=graphs,
-            graph_prompts=most_captured(self.kv.format) if graphs else 0,
+            graph_prompts=min(slots, most_captured(self.kv.format)) if graphs else 0,
             step_timeout_s=self.config.step_timeout_s,
         )
 

@@ -51,15 +51,15 @@ class ModelRunner:
     """Executes plans on one model and one KV cache. Calls must not overlap.
 
     timed: whether `device_s` is measured. device_s: seconds the device took for the last plan that
-    was waited for, None where nobody measures that. replays: steps of decode
-    rows alone that were replays of a graph. runs_ahead: whether it gains by a plan that was made
-    ahead of its input tokens; a CPU, where a launch is the whole step, does not. ahead_steps: steps
-    that were launched so.
+    was waited for, None where nobody measures that. replays: steps of decode rows alone that were
+    replays of a graph; prompt_replays: steps whose prompts were. runs_ahead: whether it gains by a
+    plan that was made ahead of its input tokens; a CPU, where a launch is the whole step, does not.
+    ahead_steps: steps that were launched so.
     """
 
     timed = False
     device_s: float | None = None
-    replays = 0
+    replays = prompt_replays = 0
     runs_ahead = False
     ahead_steps = 0
 

@@ -6,8 +6,9 @@ from test_cuda_engine import assert_same, make, run
 
 from headrace import SamplingParams
 from headrace.backends.cuda.prefill_attention import most_captured
-from headrace.backends.cuda.step_arrays import PROMPT_TOKENS
-from tiny_models import random_prompt
+from headrace.backends.cuda.step_arrays import PROMPT_TOKENS, WHOLE
+from headrace.pipeline import Pipeline
+from tiny_models import random_prompt, relative
 
 MODELS = ("tiny_llama", "tiny_qwen3_d128", "tiny_hybrid", "tiny_hybrid_27")
 CONTEXT = 448
@@ -91,16 +92,28 @@ def test_prompts_beside_decode_rows(tiny, name, layout):
         assert_same(results[0], other)
 
 
-def test_without_fixed_bits_prompts_are_replayed_too(tiny):
+def test_without_fixed_bits_prompts_are_replayed_too(tiny, monkeypatch):
+    """More tokens than a graph has are one eager step with the decode rows in it."""
     options = OPTIONS | {"dtype": "bfloat16", "deterministic": "off", "max_batch_tokens": 2048}
-    lengths, arrive = (70, 5, 300, 64), [0, 2, 3, 3]
-    with make(tiny("tiny_qwen3_d128"), **options) as engine:
-        counted(engine, prompts_of(lengths), 9, arrive=arrive)
-        # More tokens than a graph has: one eager step with the decode rows in it.
-        ones = prompts_of((1, 400, 400, 400))
-        before = engine.runner.replays
-        counted(engine, ones, 4, arrive=[0, 1, 1, 1])
-        assert engine.runner.replays - before > 0
+    groups = (((70, 5, 300, 64), [0, 2, 3, 3]), ((1, 400, 400, 400), [0, 1, 1, 1]))
+    results, parts = [], []
+    for graphs in (False, True):
+        with make(tiny("tiny_qwen3_d128"), cuda_graphs=graphs, **options) as engine:
+            eager = engine.runner._eager
+
+            def watched(plan, part, *rest, eager=eager):
+                parts.append((part, plan.num_decode))
+                return eager(plan, part, *rest)
+
+            parts.clear()
+            monkeypatch.setattr(engine.runner, "_eager", watched)
+            for lengths, arrive in groups:
+                results.append(counted(engine, prompts_of(lengths), 4, arrive=arrive)[1])
+    assert parts == [(WHOLE, 1)]
+    for exact, replayed in zip(results[:2], results[2:], strict=True):
+        for one, two in zip(exact, replayed, strict=True):
+            # Of the prompts; later tokens may differ.
+            assert relative(two[0], one[0]) < 0.05
 
 
 @pytest.mark.parametrize("layout", ["slots", "paged"])
@@ -127,25 +140,35 @@ def test_what_cannot_be_captured_is_launched(tiny):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_tokens_of_launched_steps(tiny, temperature):
-    """The places of tokens on the device: prompts beside decode rows, one step after the other."""
+@pytest.mark.parametrize("name", ["tiny_qwen3_d128", "tiny_hybrid_27"])
+def test_tokens_of_launched_steps(tiny, name, temperature):
+    """The places of tokens on the device: prompts beside decode rows, and steps that run ahead."""
     prompts = prompts_of((70, 5, 300, 64, 1, 130))
     params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=temperature, seed=3)
     results = []
     for graphs in (False, True):
         options = OPTIONS | {"dtype": "bfloat16", "max_batch_tokens": 1024}
-        with make(tiny("tiny_qwen3_d128"), cuda_graphs=graphs, **options) as engine:
-            scheduler, runner, waiting = engine.make_scheduler(), engine.runner, list(prompts)
-            spec = engine.sampling_spec(params)
-            step = 0
+        with make(tiny(name), cuda_graphs=graphs, **options) as engine:
+            scheduler, waiting = engine.make_scheduler(), list(enumerate(prompts))
+            spec, pipeline = engine.sampling_spec(params), Pipeline(engine, scheduler)
+            mixed = steps = 0
             while True:
-                if waiting and step % 2 == 0:
-                    scheduler.submit(waiting.pop(0), spec, request_id=len(waiting))
+                if waiting:
+                    index, prompt = waiting.pop(0)
+                    scheduler.submit(prompt, spec, request_id=index)
                 plan = scheduler.next_plan(0.0)
                 if plan is None:
                     break
-                scheduler.commit(plan, runner.execute(plan).token_ids)
-                step += 1
+                for ended in pipeline.run(plan):
+                    assert ended.result is not None
+                    scheduler.commit(ended.plan, ended.result.token_ids)
+                    mixed += 0 < ended.plan.num_decode < ended.plan.num_rows
+                    steps += 1
+                    if waiting and steps % 3 == 0:
+                        index, prompt = waiting.pop(0)
+                        scheduler.submit(prompt, spec, request_id=index)
             results.append([scheduler.take_result(i).token_ids for i in range(len(prompts))])
             scheduler.close()
+            assert mixed > 2
+            assert (engine.runner.ahead_steps > 0) == graphs
     assert results[0] == results[1]

@@ -151,6 +151,7 @@ def bench_batch(
         env["copy_gb_per_s"] = None if floor is None else floor.bytes_per_s / 1e9
         env["product_tflops"] = None if floor is None else floor.flops_per_s / 1e12
         env["graph_replays"] = engine.runner.replays
+        env["prompt_replays"] = engine.runner.prompt_replays
         return Report(env, rows, _COLUMNS)
 
 

@@ -44,16 +44,16 @@ def step_bytes(
     mixer = _mixer_bytes(config, itemsize)
     captured, prompts = 0, min(slots, most_captured(kv_format))
     if prompts:
-        size = prompt_sizes(max_batch_tokens)[-1]
+        size = prompt_sizes(min(max_batch_tokens, slots * max_context))[-1]
         captured = size * (token_workspace + mixer) + prompts * table_pages * _INT32
     logits = (rows + prompts) * config.vocab_size * _FLOAT32
     return RESERVE_BYTES + attention + gathered + arrays + logits + tokens * mixer + captured
 
 
 def _mixer_bytes(config: ModelConfig, itemsize: int) -> int:
-    """Bytes of one token in a linear mixer: projections, convolution, its parts, result, gate."""
+    """Bytes of one token in a linear mixer: projections, convolution, result, and its norm."""
     linear = config.linear
     if linear is None:
         return 0
-    elements = 3 * linear.channels + 3 * linear.value_size
+    elements = 2 * linear.channels + 2 * linear.value_size
     return elements * itemsize + linear.value_size * _FLOAT32
