@@ -18,7 +18,7 @@ GROUP = 128  # columns of an activation that share a scale
 _NAMES = ("conv_prefill", "conv_keep", "gated_norm", "quantise_rows", "quantise_silu_mul")
 _VECTOR, _CONV_THREADS = 8, 128
 # Tokens of a thread of the convolution, for steps of up to so many tokens; it reads three more.
-_RUNS = ((256, 4), (2048, 8), (1 << 31, 32))
+_RUNS = ((128, 4), (256, 8), (2048, 16), (1 << 31, 32))
 _THREADS, _WARPS = 256, 8
 _WIDEST_HEAD = 128
 # Rows of a thread of the kernels that give codes; it has eight neighbouring columns.
