@@ -27,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from headrace._core import StepPlan, decode_width
+from headrace.backends.cuda.capture import captured
 from headrace.backends.cuda.deadline import StepWaits
 from headrace.backends.cuda.sample import Argmax
 from headrace.backends.cuda.segments import DeviceSegments
@@ -456,7 +457,7 @@ class CudaRunner(ModelRunner):
             batch = self._forward_batch(arrays, (), None, feed)
             widest = width == self._widths[-1]
             logits = None if widest else self._logits[:width]
-            graph, made = self._captured(batch, self._tokens[:width], logits)
+            graph, made = self._capture(batch, self._tokens[:width], logits)
             if widest:
                 self._logits = made
             self._graphs[width] = _Captured(graph, arrays)
@@ -478,7 +479,7 @@ class CudaRunner(ModelRunner):
             segments = DeviceSegments.captured(size, prompts, self._max_context, device["segments"])
             batch = self._forward_batch(arrays, segments, device["sample_index"])
             logits = None if size == largest else self._prompt_logits
-            graph, made = self._captured(batch, tokens, logits)
+            graph, made = self._capture(batch, tokens, logits)
             if size == largest:
                 self._prompt_logits = made
             self._prompt_graphs[size] = _Captured(graph, arrays)
@@ -492,7 +493,7 @@ class CudaRunner(ModelRunner):
         staging.send(arrays)
         return arrays
 
-    def _captured(
+    def _capture(
         self, batch: ForwardBatch, tokens: torch.Tensor, logits: torch.Tensor | None
     ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         """A graph that leaves greedy tokens, and the logits that it leaves.
@@ -508,10 +509,7 @@ class CudaRunner(ModelRunner):
 
         run()  # loads kernels, which a capture does not allow
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(
-            graph, self._graph_pool, self.stream, capture_error_mode="thread_local"
-        ):
+        with captured(self._graph_pool, self.stream) as graph:
             made = run()
             if logits is not None:
                 logits.copy_(made)

@@ -1,5 +1,7 @@
 """Prompts by captured graphs: the bits of eager steps, whatever their number, sizes and cuts."""
 
+import gc
+
 import pytest
 import torch
 from test_cuda_engine import assert_same, make, run
@@ -7,6 +9,7 @@ from test_cuda_engine import assert_same, make, run
 from headrace import SamplingParams
 from headrace.backends.cuda.prefill_attention import most_captured
 from headrace.backends.cuda.step_arrays import PROMPT_TOKENS, WHOLE
+from headrace.backends.cuda_ops import CudaBackend
 from headrace.pipeline import Pipeline
 from tiny_models import random_prompt, relative
 
@@ -172,3 +175,34 @@ def test_tokens_of_launched_steps(tiny, name, temperature):
             assert mixed > 2
             assert (engine.runner.ahead_steps > 0) == graphs
     assert results[0] == results[1]
+
+
+class Unsafe:
+    """Garbage whose end calls what a thread that captures may not call."""
+
+    ended = 0
+
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        Unsafe.ended += 1
+        torch.cuda.synchronize()
+
+
+def test_no_garbage_is_collected_while_a_graph_is_captured(tiny, monkeypatch):
+    embed, old = CudaBackend.embed, gc.get_threshold()
+
+    def leaves_garbage(self, *args):
+        Unsafe()
+        return embed(self, *args)
+
+    monkeypatch.setattr(CudaBackend, "embed", leaves_garbage)
+    gc.set_threshold(1)
+    try:
+        with make(tiny("tiny_qwen3_d128"), dtype="bfloat16", **OPTIONS) as engine:
+            counted(engine, prompts_of((70, 5)))
+    finally:
+        gc.set_threshold(*old)
+    assert gc.isenabled()
+    assert Unsafe.ended > 0

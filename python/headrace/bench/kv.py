@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from headrace.backends.cuda.capture import captured
 from headrace.backends.cuda.loader import require_gpu
 from headrace.bench.env import Value, machine
 from headrace.bench.floor import copy_bandwidth, timed_s
@@ -325,8 +326,7 @@ def _replayed(run_call: Callable[[int], None], calls: int, repeat: int) -> _Time
     """Time of one of the calls `0..calls-1` in replays of a graph of all of them."""
     run_call(0)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with captured() as graph:
         for call in range(calls):
             run_call(call)
     device_s, wall_s = timed_s(graph.replay, repeat)
