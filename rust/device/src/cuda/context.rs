@@ -209,14 +209,16 @@ impl Entered<'_> {
         self.ok("cuMemHostRegister", pinned)?;
         let mapped = self.device_pointer(address);
         if mapped.is_err() {
-            self.unregister(address);
+            let _ = self.unregister(address);
         }
         mapped
     }
 
-    pub(super) fn unregister(&self, address: u64) {
+    /// Unpins what was registered there.
+    pub(super) fn unregister(&self, address: u64) -> Result<()> {
         // SAFETY: the caller knows that no copy touches the memory any more.
-        let _ = unsafe { (self.driver().host_unregister)(host_pointer(address)) };
+        let status = unsafe { (self.driver().host_unregister)(host_pointer(address)) };
+        self.ok("cuMemHostUnregister", status)
     }
 
     fn device_pointer(&self, address: u64) -> Result<DevicePtr> {

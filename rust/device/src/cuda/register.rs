@@ -1,7 +1,7 @@
 //! Host memory that the GPU may reach: pinned piece by piece, unpinned when nothing uses it.
 //!
-//! Invariants: a registration holds the mapping, so memory is unpinned before it is unmapped; its
-//! pieces lie one behind the other. A copy may not cross from one piece to the next: the driver
+//! Invariants: a registration holds the mapping, so memory is unpinned before it is unmapped, and
+//! stays mapped if the driver does not unpin it; its pieces lie one behind the other. A copy may not cross from one piece to the next: the driver
 //! refuses that of its copy engine. No locks.
 
 use std::sync::Arc;
@@ -113,12 +113,18 @@ impl Registration {
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        let Ok(entered) = self.context.enter() else {
-            return;
-        };
-        // The last one first, as a stack.
-        for piece in (0..self.pieces.len() as u64).rev() {
-            entered.unregister(self.region.address() + piece * self.piece_bytes);
+        let unpinned = self.context.enter().is_ok_and(|entered| {
+            // The last one first, as a stack, and all of them.
+            (0..self.pieces.len() as u64)
+                .rev()
+                .fold(true, |all, piece| {
+                    let address = self.region.address() + piece * self.piece_bytes;
+                    entered.unregister(address).is_ok() && all
+                })
+        });
+        if !unpinned {
+            // Another mapping at its addresses could not be pinned.
+            std::mem::forget(self.region.clone());
         }
     }
 }

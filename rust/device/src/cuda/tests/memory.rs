@@ -107,6 +107,32 @@ fn copy_of_page(memory: &CopyMemory) -> (u64, usize) {
     )
 }
 
+/// Whether the process has memory at an address.
+fn is_mapped(address: u64) -> bool {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    maps.lines().any(|line| {
+        let (range, _) = line.split_once(' ').unwrap();
+        let (first, end) = range.split_once('-').unwrap();
+        let [first, end] = [first, end].map(|text| u64::from_str_radix(text, 16).unwrap());
+        (first..end).contains(&address)
+    })
+}
+
+#[test]
+fn memory_that_cannot_be_unpinned_stays_mapped() {
+    let rig = Rig::new(true);
+    let before = rig.fake.pinned();
+    let memory = HostMemory::new(5 * SMALL_PIECES).unwrap();
+    let address = memory.region().address();
+    let context = rig.device.context.clone();
+    let registration = Registration::in_pieces(&context, &memory, SMALL_PIECES).unwrap();
+    rig.fake.fail("host_unregister", 1, 901);
+    drop((registration, memory));
+    // The other pieces are unpinned.
+    assert_eq!(rig.fake.pinned().len(), before.len() + 1);
+    assert!(is_mapped(address));
+}
+
 #[test]
 fn a_piece_that_cannot_be_pinned_undoes_those_before_it() {
     let rig = Rig::new(true);
