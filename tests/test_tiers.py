@@ -255,6 +255,18 @@ def test_a_request_whose_loads_always_fail_ends_with_a_copy_error(plain):
         settle(llm)
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_slow_stores_go_on_when_no_request_is_left(plain, model):
+    """A node follows once its parent is stored, also if nothing runs by then."""
+    with plain(model).tiered(host_pages=40) as llm:
+        for nth in range(40):
+            llm.engine.tier.device.inject("store", nth, "delay", seconds=0.1)
+        run(llm, plain(model), [LONG], SHORT)
+        assert llm.stats()["memory"]["tree"]["host_pages"] < 5
+        settle(llm)
+        assert llm.stats()["memory"]["tree"]["host_pages"] == 5
+
+
 def test_a_store_that_fails_is_not_a_hit(plain):
     one = plain()
     with one.tiered(host_pages=60, kv_layout="slots") as llm:

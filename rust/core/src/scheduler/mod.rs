@@ -213,7 +213,9 @@ impl Scheduler {
     }
 
     /// Copies to the host that have become due; they may start once the step in flight has ended, or
-    /// beside one that was planned ahead, which touches nothing that they read. To be asked for after every plan and every commit; each is given out once.
+    /// beside one that was planned ahead, which touches nothing that they read. To be asked for after
+    /// every plan and every commit; each is given out once. There is a plan, perhaps without rows, as
+    /// long as some are due.
     pub fn take_stores(&self) -> Vec<StoreCopy> {
         self.state.lock().memory.take_stores()
     }

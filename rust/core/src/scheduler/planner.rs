@@ -56,7 +56,8 @@ impl State {
             return None;
         }
         self.reap(slots);
-        if self.keys.is_empty() {
+        // The end of a store may make another one due, also when no request is left.
+        if self.keys.is_empty() && !self.memory.has_stores() {
             return None;
         }
         self.restart_broken(slots, now_ns);
@@ -67,7 +68,7 @@ impl State {
             rows = self.choose(config, slots, now_ns, false);
         }
         // A step of copies alone brings back what a request needs before it has room to run, or has
-        // the stores started that make room.
+        // stores started: they make room, and nobody asks for them without a step.
         // And the end of a request is told with a step, as there is no other way to tell it.
         let idle = rows.is_empty() && !self.memory.has_step() && !self.memory.has_stores();
         if idle && self.ended.is_empty() {

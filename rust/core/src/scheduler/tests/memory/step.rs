@@ -9,8 +9,12 @@ impl Machine {
     pub(super) fn step(&mut self, mut fails: impl FnMut() -> bool, how: How) -> bool {
         if self.flight.is_empty() {
             let plan = self.scheduler.try_plan();
-            self.stores.extend(self.scheduler.take_stores());
-            let Some(plan) = plan else { return false };
+            let stores = self.scheduler.take_stores();
+            let Some(plan) = plan else {
+                assert!(stores.is_empty(), "nobody asks for them without a step");
+                return false;
+            };
+            self.stores.extend(stores);
             assert!(plan.token_sources.iter().all(|&source| source == -1));
             let garbage = self.run_copies(&plan, &mut fails);
             self.launched(plan, garbage);
