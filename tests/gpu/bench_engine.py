@@ -15,7 +15,7 @@ from pathlib import Path
 COMMON = "--device cuda -o json"
 DUMMY = "--load-format dummy --skip-tokenizer"
 DECODE = "-npp 1024 -ntg 64 -npl 1,2,4,8 --repeat 2"
-SHORT = "-npp 64,256,512 -ntg 4 -npl 1 --repeat 9"
+SHORT = "-npp 64,256,512 -ntg 16 -npl 1 --repeat 9"
 CONTEXT_64K = "-npp 65536 -ntg 32 -npl 8 --repeat 1 --max-batch-tokens 8192"
 MODELS = ("qwen3-8b", "qwen3-0.6b", "qwen3.5-27b-fp8")
 RUNS = {
