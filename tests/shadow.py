@@ -298,15 +298,16 @@ class Shadow:
         """Wait for all copies and check that nothing is held by anyone but the tree."""
         while self.flight:
             self.step()
-        if self.queue is not None:
-            self.scheduler.start_stores(self.queue)
-            self.queue.drain()
-        assert self.scheduler.next_plan(0) is None  # looks at the outcomes
-        if self.queue is not None:
-            # Ends of copies may let further stores go.
-            while self.scheduler.start_stores(self.queue):
+        while True:
+            if self.queue is not None:
                 self.queue.drain()
-                assert self.scheduler.next_plan(0) is None
+            # Looks at the outcomes: the end of a copy may let a further store go.
+            plan = self.step()
+            if plan is None:
+                break
+            assert not plan.num_rows
+        if self.queue is not None:
+            assert not self.scheduler.start_stores(self.queue), "due without a step"
         assert_conserved(self.stats())
         self.scheduler.check()
 
