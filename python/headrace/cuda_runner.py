@@ -340,7 +340,7 @@ class CudaRunner(ModelRunner):
 
     def _replay(
         self,
-        captured: _Captured,
+        graph: _Captured,
         staging: "_Staging",
         plan: StepPlan,
         part: Part,
@@ -348,9 +348,9 @@ class CudaRunner(ModelRunner):
         sources: NDArray[np.int64] | None,
     ) -> None:
         staging.wait()
-        captured.arrays.fill(plan, self.kv.page_tokens, part, token_ids=token_ids, sources=sources)
-        staging.send(captured.arrays)
-        captured.graph.replay()
+        graph.arrays.fill(plan, self.kv.page_tokens, part, token_ids=token_ids, sources=sources)
+        staging.send(graph.arrays)
+        graph.graph.replay()
 
     def _places(self, made: _Forward) -> NDArray[np.int64]:
         """Where the device's tokens have those of the samples."""

@@ -5,7 +5,8 @@
 // nearly so, stand together. A CTA is a warpgroup for each tile, and one that copies queries, and K and
 // V in turn, KEYS tokens at a time, to a ring of shared memory. It draws one unit after the other, the
 // longest first, and copies for the next while the last is worked on. Grid: CTAs that are resident, no
-// more than there may be units; one without a unit ends at once. Block: 128 * (CONSUMERS + 1). Bounded by tensor cores and exponentials.
+// more than there may be units; one without a unit ends at once. Block: 128 * (CONSUMERS + 1).
+// Bounded by tensor cores and exponentials.
 //
 // Blocks of keys stand at absolute places and come in order, and a block of which a query sees
 // nothing leaves it as it was: the bits of a row depend on its own request up to itself, and not on

@@ -2,8 +2,9 @@
 // attention of prompts.
 //
 // Grid: any; block: 128, one warp four consecutive tokens of one (head, K or V) at a time. No shared
-// memory. Bounded by bytes: reads the stored row, writes D elements. Values are `f32(code) * f32(scale)`, exact; with `restore` the rotation is undone in
-// fp32; one rounding to the dtype of the workspace.
+// memory. Bounded by bytes: reads the stored row, writes D elements. Values are `f32(code) *
+// f32(scale)`, exact; with `restore` the rotation is undone in fp32; one rounding to the dtype of
+// the workspace.
 #include "kv_common.cuh"
 #include "segments.cuh"
 

@@ -118,9 +118,9 @@ class PrefillAttention:
         """
         rows = (*self._rows("q", q), *self._rows("out", out))
         segments = on_device(segments, q.device)
+        pages = self._kernels.places(layer, segments.table_pages, low)
         if self._direct:
             planes = self._kernels.planes[::2]  # without scales
-            pages = self._kernels.places(layer, segments.table_pages, low)
             for group in segments.groups:
                 self._launch(group, group.tokens, (-1, 0), (*pages, *planes, *rows))
             return
@@ -129,8 +129,7 @@ class PrefillAttention:
             for index, (tokens, end) in enumerate(group.spans):
                 keys, values = workspace[:, :end].unbind()
                 assert len(keys) == end, "the workspace has the longest request"
-                places = self._kernels.places(layer, segments.table_pages, low)
-                self._kernels.gather_segment(places, group.record(index), keys, values)
+                self._kernels.gather_segment(pages, group.record(index), keys, values)
                 page = (workspace.shape[1], 0, 0, 1, 0)
                 planes = (keys.data_ptr(), values.data_ptr())
                 only = (index, self._first_page.data_ptr())
