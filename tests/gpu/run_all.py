@@ -34,7 +34,9 @@ SHOWN = re.compile(r"^(FAILED|ERROR|SKIPPED|E  )|passed|failed|ERROR SUMMARY")
 
 
 def pytest(*options: str, processes: int = 1) -> list[str]:
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *options]
+    # Were pytest-benchmark there, its warning about several processes would be an error.
+    plugins = ["-p", "no:cacheprovider", "-p", "no:benchmark"]
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", *plugins, *options]
     if processes > 1 and importlib.util.find_spec("xdist"):
         command += ["-n", str(min(processes, os.cpu_count() or 1))]
     return command
