@@ -208,9 +208,26 @@ def test_segments_and_records_have_one_order():
 
 
 def test_graphs_of_prompts_reach_the_longest_step():
-    assert prompt_sizes(1) == prompt_sizes(64) == (64,)
-    assert prompt_sizes(65) == (64, 128)
-    assert prompt_sizes(1024) == prompt_sizes(100_000) == PROMPT_TOKENS
+    small = KNOWN_CONFIGS["qwen3-0.6b"]
+    assert prompt_sizes(1, small) == prompt_sizes(64, small) == (64,)
+    assert prompt_sizes(65, small) == (64, 128)
+    assert prompt_sizes(3073, small) == prompt_sizes(100_000, small) == PROMPT_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [
+        ("smollm2-135m", 4096),
+        ("qwen3-0.6b", 4096),
+        ("qwen3-1.7b", 2048),
+        ("qwen3-4b", 1024),
+        ("qwen3-8b", 1024),
+        ("qwen3-32b", 1024),
+        ("qwen3.5-27b-fp8", 1024),
+    ],
+)
+def test_graphs_of_prompts_end_where_the_device_is_busy_without(name, tokens):
+    assert prompt_sizes(100_000, KNOWN_CONFIGS[name])[-1] == tokens
 
 
 def test_fields_are_aligned_and_apart():

@@ -180,7 +180,7 @@ class CudaRunner(ModelRunner):
                 with torch.inference_mode(), self._own_stream():
                     self._capture_decode()
                     if self._graph_prompts:
-                        self._capture_prompts(prompt_sizes(max_tokens))
+                        self._capture_prompts(prompt_sizes(max_tokens, model.config))
         self.replays = self.prompt_replays = 0
         self.runs_ahead = graphs
 
@@ -508,7 +508,7 @@ class CudaRunner(ModelRunner):
             return made
 
         run()  # loads kernels, which a capture does not allow
-        torch.cuda.synchronize()
+        self._end()  # torch waits for the GPU, too, but without an end
         with captured(self._graph_pool, self.stream) as graph:
             made = run()
             if logits is not None:

@@ -81,7 +81,8 @@ class Engine:
     ModelError
         A model that is unknown, damaged or not supported.
     StepTimeout
-        A step of an earlier engine of this process did not end in time on the same GPU.
+        A step of an earlier engine of this process did not end in time on the same GPU, or one
+        that this engine was tried with.
 
     Examples
     --------
@@ -187,9 +188,11 @@ class Engine:
         """Bytes to leave free for what steps and graphs allocate; a CPU counts no such thing."""
         if self.device.type != "cuda":
             return 0
+        from headrace.backends.cuda.capture import nobody_captures
         from headrace.backends.cuda.memory import step_bytes
 
-        torch.cuda.empty_cache()  # what loading left would count as taken
+        with nobody_captures():
+            torch.cuda.empty_cache()  # what loading left would count as taken
         config, model = self.config, self.model_config
         slots, tokens = config.max_batch_size, config.max_batch_tokens
         itemsize = kv_format.model_dtype.itemsize

@@ -4,6 +4,7 @@ Run by `test_cuda_deadline`: `late_step.py MODEL how host_bytes`. The step is la
 stream sleeps before it. Everything runs once before, so that no kernel is loaded behind the sleep.
 """
 
+import gc
 import json
 import sys
 import threading
@@ -12,6 +13,7 @@ import time
 import torch
 
 from headrace import LLM, BatchedRequest, Engine, EngineConfig, SamplingParams
+from headrace.backends.cuda_ops import CudaBackend
 from headrace.errors import StepTimeout
 
 STUCK_S = 10.0
@@ -131,6 +133,25 @@ def closing(options, params):
     return found | {"alive": llm.loop.alive}
 
 
+def making(options):
+    """An engine whose first step, before any graph is captured, is late."""
+    Engine(EngineConfig(**options)).close()
+    embed, slept = CudaBackend.embed, torch.cuda.Event()
+
+    def late_embed(self, *args):
+        CudaBackend.embed = embed
+        torch.cuda._sleep(int(RATE * STUCK_S))
+        slept.record()
+        return embed(self, *args)
+
+    CudaBackend.embed = late_embed
+    late = again(options)
+    began = time.monotonic()
+    gc.collect()
+    close_s = time.monotonic() - began
+    return {"late": f"StepTimeout: {late}", "close_s": close_s, "still_runs": not slept.query()}
+
+
 def again(options):
     """Whether an engine can be made on the same GPU."""
     try:
@@ -148,8 +169,8 @@ def main():
         found = closing(options_of(model, host_bytes, 60.0), params)
     else:
         options = options_of(model, host_bytes)
-        found = batch(options) if api == "batch" else generate(options, params)
-        found["again"] = again(options)
+        cases = {"batch": batch, "making": making, "llm": lambda some: generate(some, params)}
+        found = cases[api](options) | {"again": again(options)}
     print(json.dumps(found))
 
 

@@ -49,7 +49,7 @@ def tests() -> dict[str, list[str]]:
         "tests": pytest(str(HERE), *apart, "-k", f"not {name}", processes=14),
         "tests-timed": pytest(str(HERE / timed), "-k", name),
         "tests-alone": pytest(*(str(HERE / name) for name in ALONE)),
-        "tests-deadlines": pytest(str(HERE / SLEEPS), processes=9),
+        "tests-deadlines": pytest(str(HERE / SLEEPS), processes=10),
     }
 
 

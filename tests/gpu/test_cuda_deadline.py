@@ -49,6 +49,12 @@ def test_late_steps_of_the_batch_api(tiny):
     check_refusals(found)
 
 
+def test_an_engine_whose_first_step_is_late_is_refused(tiny):
+    found = run(tiny, "making", 0)
+    assert found["late"].startswith("StepTimeout: a step has not ended within step_timeout_s=2.1")
+    assert "start over in a new process" in found["again"]
+
+
 @pytest.mark.parametrize("host_bytes", HOST_BYTES)
 @pytest.mark.parametrize("how", ["closing-greedy", "closing-sampled"])
 def test_close_does_not_wait_for_a_step(tiny, how, host_bytes):

@@ -1,6 +1,7 @@
 """Prompts by captured graphs: the bits of eager steps, whatever their number, sizes and cuts."""
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -27,6 +28,8 @@ GROUPS = (
     (200, 200, 200, 168),
     (400, 400, 224),
     (400, 400, 225),
+    (400, 440, 440, 440, 329),
+    (CONTEXT - 4,) * 8,
     (5, 6, 7, 8, 9, 10, 11, 12),
     (5, 6, 7, 8, 9, 10, 11, 12, 13),
     (2,),
@@ -65,7 +68,7 @@ def counted(engine, prompts, steps=3, **options):
 def test_prompts_of_all_sizes_have_the_bits_of_eager_steps(tiny, name, layout, dtype):
     options = OPTIONS | {"dtype": dtype, "kv_layout": layout}
     results = []
-    for graphs, tokens in ((False, 2048), (True, 2048), (True, 1024), (True, 64), (True, 320)):
+    for graphs, tokens in ((False, 4096), (True, 4096), (True, 1024), (True, 64), (True, 320)):
         with make(tiny(name), cuda_graphs=graphs, max_batch_tokens=tokens, **options) as engine:
             results.append([counted(engine, prompts_of(lengths)) for lengths in GROUPS])
             # Again, in memory that other prompts have left.
@@ -73,6 +76,18 @@ def test_prompts_of_all_sizes_have_the_bits_of_eager_steps(tiny, name, layout, d
     for other in results[1:]:
         for one, two in zip(results[0], other, strict=True):
             assert_same(one, two)
+
+
+@pytest.mark.parametrize("name", ["tiny_qwen3_d128", "tiny_hybrid_27"])
+def test_more_tokens_than_a_graph_has(tiny, name):
+    options = {"dtype": "bfloat16", "max_batch_size": 8, "max_context": 1024}
+    lengths, results = (1000, 1001, 1002, 93, 1000, 1), []
+    assert sum(lengths) > PROMPT_TOKENS[-1]
+    for graphs, tokens in ((False, 8192), (True, 8192), (True, 1024)):
+        with make(tiny(name), cuda_graphs=graphs, max_batch_tokens=tokens, **options) as engine:
+            results.append(counted(engine, prompts_of(lengths)))
+    for other in results[1:]:
+        assert_same(results[0], other)
 
 
 @pytest.mark.parametrize("name", ["tiny_qwen3_d128", "tiny_hybrid_27"])
@@ -96,9 +111,9 @@ def test_prompts_beside_decode_rows(tiny, name, layout):
 
 
 def test_without_fixed_bits_prompts_are_replayed_too(tiny, monkeypatch):
-    """More tokens than a graph has are one eager step with the decode rows in it."""
+    """More prompts than a graph has are one eager step with the decode rows in it."""
     options = OPTIONS | {"dtype": "bfloat16", "deterministic": "off", "max_batch_tokens": 2048}
-    groups = (((70, 5, 300, 64), [0, 2, 3, 3]), ((1, 400, 400, 400), [0, 1, 1, 1]))
+    groups = (((70, 5, 300, 64), [0, 2, 3, 3]), ((1, *[40] * 9), [0, *[1] * 9]))
     results, parts = [], []
     for graphs in (False, True):
         with make(tiny("tiny_qwen3_d128"), cuda_graphs=graphs, **options) as engine:
@@ -126,7 +141,7 @@ def test_prompts_over_codes(tiny, name, kv_dtype, layout):
     """They are decoded into a workspace, in a graph as well: four prompts of one."""
     options = OPTIONS | {"dtype": "bfloat16", "kv_layout": layout, "kv_dtype": kv_dtype}
     results = []
-    for graphs, tokens in ((False, 1024), (True, 1024), (True, 128)):
+    for graphs, tokens in ((False, 1024), (True, 2048), (True, 128)):
         with make(tiny(name), cuda_graphs=graphs, max_batch_tokens=tokens, **options) as engine:
             results.append([counted(engine, prompts_of(lengths)) for lengths in GROUPS])
     for other in results[1:]:
@@ -206,3 +221,18 @@ def test_no_garbage_is_collected_while_a_graph_is_captured(tiny, monkeypatch):
         gc.set_threshold(*old)
     assert gc.isenabled()
     assert Unsafe.ended > 0
+
+
+def test_engines_made_at_the_same_time(tiny):
+    """Each of a thread of its own: graphs are captured one after the other."""
+    models = [tiny("tiny_qwen3_d128"), tiny("tiny_hybrid_27")] * 2
+    lengths, options = (70, 5), OPTIONS | {"dtype": "bfloat16"}
+
+    def tokens(model):
+        with make(model, **options) as engine:
+            return counted(engine, prompts_of(lengths))[0]
+
+    alone = [tokens(model) for model in models]
+    with ThreadPoolExecutor(len(models)) as threads:
+        for _ in range(3):
+            assert list(threads.map(tokens, models)) == alone

@@ -51,7 +51,6 @@ class Floor:
         codes = config.weight_format == FP8_BLOCK and engine.config.fp8_weights != "dequantize"
         weights = weight_bytes(config, itemsize) if codes else config.parameter_count * itemsize
         table = config.vocab_size * config.hidden_size
-        tables = 1 if config.tie_word_embeddings else 2
         if not config.tie_word_embeddings:
             weights -= table * itemsize  # read a row at a time
         return cls(
@@ -60,7 +59,7 @@ class Floor:
             fixed_bytes=weights,
             row_bytes=2 * config.state_bytes_per_slot(itemsize),
             token_bytes=engine.kv.bytes_per_token,
-            token_flops=2 * (config.parameter_count - tables * table),
+            token_flops=2 * config.layer_parameters,
             row_flops=2 * table,
             pair_flops=4 * config.kv_layers * config.num_heads * config.head_dim,
         )

@@ -199,6 +199,12 @@ class ModelConfig:
     @property
     def parameter_count(self) -> int:
         """Number of weights in the checkpoint; a tied head counts once."""
+        tables = 1 if self.tie_word_embeddings else 2
+        return self.layer_parameters + (tables * self.vocab_size + 1) * self.hidden_size
+
+    @property
+    def layer_parameters(self) -> int:
+        """Number of weights of all layers, without embeddings, head and last norm."""
         q_size = self.num_heads * self.head_dim
         kv_size = self.num_kv_heads * self.head_dim
         attention = self.hidden_size * ((3 if self.attn_output_gate else 2) * q_size + 2 * kv_size)
@@ -209,9 +215,7 @@ class ModelConfig:
             rows = self.linear.channels + 2 * self.linear.value_size + 2 * self.linear.value_heads
             mixers += self.linear_layers * (self.hidden_size * rows + self.linear.parameters)
         mlp = 3 * self.hidden_size * self.intermediate_size
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        others = self.num_layers * (mlp + 2 * self.hidden_size) + self.hidden_size
-        return mixers + others + embeddings
+        return mixers + self.num_layers * (mlp + 2 * self.hidden_size)
 
 
 def _check_architecture(architecture: object) -> None:

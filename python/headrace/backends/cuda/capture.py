@@ -1,11 +1,21 @@
-"""Capture of CUDA graphs, one at a time in a process, as torch asks for. No state, no locks."""
+"""Capture of CUDA graphs, one at a time in a process, as torch asks for.
+
+Owns the lock that this takes. A thread that captures waits for nothing that needs the lock.
+"""
 
 import contextlib
 import gc
+import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
+
+from headrace.errors import StepTimeout
+
+_capturing = threading.Lock()
+# Others take a second; one that takes so long waits for a step that is stuck.
+_PATIENCE_S = 300.0
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
@@ -18,14 +28,30 @@ def captured(
     """A graph of what is enqueued inside; see `torch.cuda.graph` for pool and stream.
 
     Other threads go on. No garbage is collected inside: a finalizer that gives memory or an event
-    back to the driver calls what this thread may not call then, which would end the capture.
+    back to the driver calls what this thread may not call then, which would end the capture. Raises
+    `StepTimeout` if a capture of another thread does not end.
     """
-    graph = torch.cuda.CUDAGraph()
-    collects = gc.isenabled()
-    gc.disable()
+    with nobody_captures():
+        graph = torch.cuda.CUDAGraph()
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+                yield graph
+        finally:
+            if collects:
+                gc.enable()
+
+
+@contextlib.contextmanager
+def nobody_captures() -> Iterator[None]:
+    """For what touches a GPU as a whole. Raises as `captured`."""
+    if not _capturing.acquire(timeout=_PATIENCE_S):
+        raise StepTimeout(
+            f"another engine of this process has captured graphs for {_PATIENCE_S:g} s: its GPU is "
+            "stuck; start over in a new process"
+        )
     try:
-        with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
-            yield graph
+        yield
     finally:
-        if collects:
-            gc.enable()
+        _capturing.release()

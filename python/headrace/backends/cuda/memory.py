@@ -44,7 +44,7 @@ def step_bytes(
     mixer = _mixer_bytes(config, itemsize)
     captured, prompts = 0, min(slots, most_captured(kv_format))
     if prompts:
-        size = prompt_sizes(min(max_batch_tokens, slots * max_context))[-1]
+        size = prompt_sizes(min(max_batch_tokens, slots * max_context), config)[-1]
         captured = size * (token_workspace + mixer) + prompts * table_pages * _INT32
     logits = (rows + prompts) * config.vocab_size * _FLOAT32
     return RESERVE_BYTES + attention + gathered + arrays + logits + tokens * mixer + captured

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from headrace._core import StepPlan
 from headrace.backends.cuda.segments import nbytes_for, records
+from headrace.models.config import ModelConfig
 
 _ALIGNMENT = 16
 _TORCH = {"int64": torch.int64, "int32": torch.int32}
@@ -23,14 +24,19 @@ PADDING = -1
 _PADDED_BY_MINUS_ONE = ("token_pages", "token_offsets", "token_sources", "state_slots")
 
 
-# Tokens of graphs of prompts; a longer step keeps the device busy while it is launched.
-PROMPT_TOKENS = (64, 128, 192, 256, 384, 512, 768, 1024)
+# Tokens of graphs of prompts.
+PROMPT_TOKENS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+# A step without a graph is as fast once the products of a layer take the device longer than a host
+# takes to launch them, some 0.4 ms: weights times tokens. Models of 4e9 weights and more are there
+# before the first of these sizes is over; those have the second all the same, for slow hosts.
+_BUSY, _ALWAYS = 1 << 37, 1024
 
 
-def prompt_sizes(max_tokens: int) -> tuple[int, ...]:
-    """Those of `PROMPT_TOKENS` that steps of at most so many tokens need."""
-    needed = sum(size < max_tokens for size in PROMPT_TOKENS) + 1
-    return PROMPT_TOKENS[:needed]
+def prompt_sizes(max_tokens: int, config: ModelConfig) -> tuple[int, ...]:
+    """Those of `PROMPT_TOKENS` that a model needs for steps of at most so many tokens."""
+    last = max(_ALWAYS, _BUSY * config.num_layers // config.layer_parameters)
+    sizes = [size for size in PROMPT_TOKENS if size <= last]
+    return tuple(sizes[: sum(size < max_tokens for size in sizes) + 1])
 
 
 @dataclass(frozen=True, slots=True)
