@@ -127,9 +127,11 @@ impl PrefixTree {
         Lease { tree, id }
     }
 
-    /// Whether device pages will follow as garbage once they are stored. O(1).
+    /// Whether device pages will follow as garbage once they are stored, or can be evicted once
+    /// copies end that alone hold them. O(1).
     pub fn pages_coming(&self) -> bool {
-        self.books.lock().total.coming > 0
+        let total = &self.books.lock().total;
+        total.coming + total.copied > 0
     }
 
     /// Tokens (on device, on host) that `match_prefix` would find now. No lock, no tick, no split.

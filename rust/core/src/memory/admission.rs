@@ -141,15 +141,18 @@ impl Memory {
     }
 
     /// Whether the running requests and this one can all go on, by the admission mode.
-    pub(super) fn has_room(&self, ask: &Ask<'_>, resident: usize, room: usize) -> bool {
-        if ask.running.is_empty() {
-            return true;
-        }
+    pub(super) fn has_room(&mut self, ask: &Ask<'_>, resident: usize, room: usize) -> bool {
         match self.config.admission {
             Admission::Reserve => {
                 let own = self.pages_for(ask.demand.worst).saturating_sub(resident);
-                self.owed(ask.running) + own <= room
+                let owed = self.owed(ask.running) + own;
+                let fits = ask.running.is_empty() || owed <= room;
+                if fits {
+                    self.promised = owed;
+                }
+                fits
             }
+            Admission::Estimate { .. } if ask.running.is_empty() => true,
             Admission::Estimate { .. } => {
                 let held: usize = ask.running.iter().map(|other| other.held).sum();
                 let mut all = ask.running.to_vec();

@@ -97,6 +97,11 @@ pub(crate) struct Memory {
     /// Copies of the plan that is being formed.
     step: StepCopies,
     stores: Vec<StoreCopy>,
+    /// Pages that running requests may still take (`Reserve`), out of those that are free or can be
+    /// evicted. No store is started that would keep one of them from being evicted.
+    promised: usize,
+    /// Whether a store waits for that.
+    held_back: bool,
     slot_reads: BTreeMap<Key, u32>,
     /// Running number of the next streamed layer.
     next_k: u64,
@@ -134,6 +139,8 @@ impl Memory {
             next_job: 1,
             step: StepCopies::default(),
             stores: Vec::new(),
+            promised: 0,
+            held_back: false,
             slot_reads: BTreeMap::new(),
             next_k: 0,
             fence: Epoch(0),
@@ -205,11 +212,23 @@ impl Memory {
         self.jobs.values().any(|job| !matches!(job, Job::Abandoned))
     }
 
-    /// Whether copies are under way whose end gives device pages back.
+    /// Whether copies are under way whose end gives device pages back, or lets them be evicted.
     pub(crate) fn pages_coming(&self) -> bool {
-        let mut jobs = self.jobs.values();
-        jobs.any(|job| matches!(job, Job::Park { .. } | Job::Seal { .. }))
-            || self.tree.as_ref().is_some_and(PrefixTree::pages_coming)
+        let gives = |job: &Job| match job {
+            Job::Park { .. } | Job::Seal { .. } => true,
+            // Of a request that may be gone: its pages follow once they are not written any more.
+            Job::Load(loading) => !loading.private.is_empty(),
+            _ => false,
+        };
+        self.jobs.values().any(gives) || self.tree.as_ref().is_some_and(PrefixTree::pages_coming)
+    }
+
+    /// Says what running requests may still take, and starts the stores that waited for less.
+    pub(crate) fn promise(&mut self, pages: usize) {
+        self.promised = pages;
+        if std::mem::take(&mut self.held_back) {
+            self.issue_stores();
+        }
     }
 
     pub(crate) fn reads_slot(&self, key: Key) -> bool {

@@ -219,19 +219,26 @@ impl Memory {
         self.push_store(job, kv, snapshot);
     }
 
-    /// Starts the stores the tree wants.
+    /// Starts the stores the tree wants, but for those that would break a promise.
     pub(super) fn issue_stores(&mut self) {
+        let mut held_back = Vec::new();
         loop {
+            let evictable = self.available();
             let Some(want) = self
                 .tree
                 .as_ref()
                 .and_then(|tree| tree.next_store(STORE_PAGES))
             else {
-                return;
+                break;
             };
+            let left = self.available();
+            if left < evictable && left < self.promised {
+                held_back.push(want);
+                continue;
+            }
             let pages = want.pages.clone();
             let host = self.alloc_host(pages.len());
-            let Some(tree) = &self.tree else { return };
+            let Some(tree) = &self.tree else { break };
             let Some(host) = host else {
                 self.counters.stores_dropped += pages.len() as u64;
                 tree.drop_store(want);
@@ -242,6 +249,12 @@ impl Memory {
             self.pin(&pages, true);
             let job = self.new_job(Job::Store { tree: id, pages });
             self.push_store(job, kv, None);
+        }
+        if let Some(tree) = self.tree.as_ref().filter(|_| !held_back.is_empty()) {
+            self.held_back = true;
+            for want in held_back {
+                tree.begin_store(want, Vec::new());
+            }
         }
     }
 

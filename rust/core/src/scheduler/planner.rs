@@ -56,6 +56,10 @@ impl State {
             return None;
         }
         self.reap(slots);
+        if self.memory.config().admission == Admission::Reserve {
+            let owed = self.memory.owed(&self.demands(config, 1.0));
+            self.memory.promise(owed);
+        }
         // The end of a store may make another one due, also when no request is left.
         if self.keys.is_empty() && !self.memory.has_stores() {
             return None;

@@ -189,16 +189,12 @@ impl Books {
     /// Sets the locks of a node; they decide whether its pages are evictable.
     fn set_locks(&mut self, id: NodeId, locks: Locks) {
         let node = &mut self.nodes[id];
-        let (device, host) = node.evictable();
+        let before = node.tally(self.page_size);
         node.locks = locks;
-        let (device_now, host_now) = node.evictable();
-        if (device, host) != (device_now, host_now) {
-            let pages = node.tokens.len() / self.page_size;
-            let count = |sum: &mut usize, was: bool, is: bool| {
-                *sum = *sum + pages * usize::from(is) - pages * usize::from(was);
-            };
-            count(&mut self.total.evictable_device, device, device_now);
-            count(&mut self.total.evictable_host, host, host_now);
+        let after = node.tally(self.page_size);
+        if before != after {
+            self.total += after;
+            self.total -= before;
             self.refresh(id);
         }
     }

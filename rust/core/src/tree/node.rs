@@ -57,7 +57,11 @@ pub(super) struct Locks {
 
 impl Locks {
     pub(super) fn any(self) -> bool {
-        self.high > 0 || self.low > 0 || self.jobs > 0
+        self.leased() || self.jobs > 0
+    }
+
+    pub(super) fn leased(self) -> bool {
+        self.high > 0 || self.low > 0
     }
 }
 
@@ -132,6 +136,8 @@ pub(super) struct Tally {
     pub(super) evictable_host: usize,
     /// Device pages of nodes on their way out.
     pub(super) coming: usize,
+    /// Device pages that copies alone hold: evictable once these end.
+    pub(super) copied: usize,
 }
 
 impl Node {
@@ -226,6 +232,9 @@ impl Node {
         if self.leaving {
             tally.coming = pages;
         }
+        if self.resident() && self.locks.any() && !self.locks.leased() {
+            tally.copied = pages;
+        }
         tally
     }
 }
@@ -238,6 +247,7 @@ impl Tally {
             &mut self.evictable_device,
             &mut self.evictable_host,
             &mut self.coming,
+            &mut self.copied,
         ])
     }
 }

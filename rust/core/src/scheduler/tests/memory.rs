@@ -461,3 +461,62 @@ proptest! {
         run(setup, ops);
     }
 }
+
+/// Eight pages, four of which a store of a request that is gone reads; the fifth page of its prompt
+/// is cached behind them and not stored yet.
+fn with_a_store(reserve: bool) -> Machine {
+    let mut machine = Machine::new(Setup {
+        layers: 2,
+        pages: Some(8),
+        width: 1,
+        host_pages: 20,
+        hybrid: false,
+        slots: 2,
+        park: false,
+        reserve,
+        preempt_every: 0,
+        policy: WritePolicy::WriteThrough,
+    });
+    machine.submit(prompt(0, 320, 0, 0), 1, PriorityClass::High);
+    while machine.step(|| false, How::default()) {}
+    assert_eq!(machine.stores.len(), 1);
+    machine
+}
+
+/// SCH-13, Q6: a store that would take pages from a request that was promised them waits for it.
+#[test]
+fn what_is_reserved_is_not_stored_meanwhile() {
+    for aborted in [false, true] {
+        let mut machine = with_a_store(true);
+        machine.submit(prompt(1, 0, 10, 0), 246, PriorityClass::High);
+        machine.step(|| false, How::default());
+        machine.end_store(0, true);
+        machine.step(|| false, How::default());
+        if aborted {
+            machine.abort(0);
+            machine.step(|| false, How::default());
+            assert_eq!(machine.stores.len(), 1, "nobody needs the page any more");
+        } else {
+            while machine.scheduler.stats().running > 0 {
+                assert!(machine.step(|| false, How::default()));
+                assert!(machine.stores.is_empty());
+            }
+            assert_eq!(machine.scheduler.stats().deferred_rows, 0);
+        }
+        machine.drain();
+    }
+}
+
+/// Nobody gives way for a page that is there once a copy ends.
+#[test]
+fn a_page_that_a_copy_reads_is_waited_for() {
+    let mut machine = with_a_store(false);
+    for family in 1..3 {
+        machine.submit(prompt(family, 0, 60, 0), 100, PriorityClass::High);
+    }
+    while machine.step(|| false, How::default()) {}
+    let stats = machine.scheduler.stats();
+    assert_eq!((stats.running, stats.preemptions), (2, 0));
+    machine.drain();
+    assert_eq!(machine.scheduler.stats().preemptions, 0);
+}

@@ -51,6 +51,8 @@ impl Pair {
         );
         assert_eq!(evictable, self.model.evictable());
         assert_eq!(stats.coming_pages, self.model.coming());
+        let coming = self.model.coming() + self.model.copied() > 0;
+        assert_eq!(self.tree.pages_coming(), coming);
         for (id, lease) in &self.leases {
             self.compare_lease(*id, lease);
         }

@@ -7,6 +7,18 @@ impl Model {
         self.pages.values().filter(|page| page.leaving).count()
     }
 
+    /// Pages that only copies hold.
+    pub(in super::super) fn copied(&self) -> usize {
+        let held = |path: &Path| {
+            let [high, low, jobs, _] = self.locks(path);
+            high + low == 0 && jobs > 0
+        };
+        let pages = self.pages.iter();
+        pages
+            .filter(|(path, page)| page.resident() && held(path))
+            .count()
+    }
+
     /// One page after the other, by (useful, class, tick).
     pub(in super::super) fn evict_device(&mut self, n: usize) -> Given {
         let mut out = Given {
