@@ -168,10 +168,12 @@ class HostTier:
         self.queue.shutdown(None if drain else 0.0)
 
     def _gpu(self, stream: torch.cuda.Stream) -> CudaDevice:
+        from headrace.backends.cuda.capture import nobody_captures
         from headrace.backends.cuda.copy_gather import copy_device
 
         # What was enqueued for the pools' memory before it was theirs must not run beside a copy.
-        torch.cuda.synchronize(stream.device)
+        with nobody_captures():
+            torch.cuda.synchronize(stream.device)
         device = copy_device(stream)
         device.register(self.memory)
         return device

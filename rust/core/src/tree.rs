@@ -259,7 +259,8 @@ impl PrefixTree {
     }
 
     /// Gives a store up because the host is full: counted, and not asked for again until the node
-    /// is used. A node that device eviction waits for is removed; its pages become garbage.
+    /// is used. A node that device eviction waits for is removed, and its pages become garbage; if
+    /// a copy of what is below it still runs it stays, and eviction waits for it no more.
     #[expect(clippy::needless_pass_by_value, reason = "a want is used once")]
     pub fn drop_store(&self, want: StoreWant) {
         self.books.lock().drop_store(&want);

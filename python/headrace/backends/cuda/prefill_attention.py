@@ -31,8 +31,8 @@ _ALIGNMENT = 16  # of a row of queries or results, in bytes
 # that have at least so many of them for a multiprocessor.
 _TILES = {64: (2, 3), 128: (2, 3), 256: (2,)}
 _UNITS_EACH = 2
-# Prompts of a captured step. The delta rule has the chunks of eight of them in one pass; with codes
-# each takes two launches a layer, also where there is none.
+# Prompts of a captured step. The delta rule has the chunks of eight of them, of 1024 tokens in all,
+# in one pass; with codes each takes two launches a layer, also where there is none.
 _CAPTURED, _CAPTURED_CODES = 8, 4
 
 

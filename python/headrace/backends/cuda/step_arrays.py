@@ -26,9 +26,9 @@ _PADDED_BY_MINUS_ONE = ("token_pages", "token_offsets", "token_sources", "state_
 
 # Tokens of graphs of prompts.
 PROMPT_TOKENS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
-# A step without a graph is as fast once the products of a layer take the device longer than a host
-# takes to launch them, some 0.4 ms: weights times tokens. Models of 4e9 weights and more are there
-# before the first of these sizes is over; those have the second all the same, for slow hosts.
+# A step without a graph is as fast once the products of a layer (its weights times tokens) take the
+# device longer than a host takes to launch the layer, some 0.4 ms. Models of 4e9 weights and more
+# are there by 1361 tokens; graphs of up to 1024 are made all the same, for slow hosts.
 _BUSY, _ALWAYS = 1 << 37, 1024
 
 

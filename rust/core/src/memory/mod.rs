@@ -98,7 +98,8 @@ pub(crate) struct Memory {
     step: StepCopies,
     stores: Vec<StoreCopy>,
     /// Pages that running requests may still take (`Reserve`), out of those that are free or can be
-    /// evicted. No store is started that would keep one of them from being evicted.
+    /// evicted: at most too many. No store is started that would keep one of them from being
+    /// evicted, unless eviction asks for the store.
     promised: usize,
     /// Whether a store waits for that.
     held_back: bool,
@@ -223,12 +224,16 @@ impl Memory {
         self.jobs.values().any(gives) || self.tree.as_ref().is_some_and(PrefixTree::pages_coming)
     }
 
+    /// Whether stores wait until running requests are owed less.
+    pub(crate) fn holds_back(&self) -> bool {
+        self.held_back
+    }
+
     /// Says what running requests may still take, and starts the stores that waited for less.
     pub(crate) fn promise(&mut self, pages: usize) {
         self.promised = pages;
-        if std::mem::take(&mut self.held_back) {
-            self.issue_stores();
-        }
+        self.held_back = false;
+        self.issue_stores();
     }
 
     pub(crate) fn reads_slot(&self, key: Key) -> bool {

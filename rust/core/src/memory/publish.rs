@@ -232,7 +232,7 @@ impl Memory {
                 break;
             };
             let left = self.available();
-            if left < evictable && left < self.promised {
+            if !want.leaving && left < evictable && left < self.promised {
                 held_back.push(want);
                 continue;
             }

@@ -22,6 +22,7 @@ impl State {
         config: &SchedulerConfig,
         slots: &SlotAllocator,
     ) -> Result<Option<StepPlan>> {
+        self.start_held_back(config);
         let step = self.in_flight.front().filter(|step| step.epoch == epoch);
         let Some(step) = step.filter(|_| self.in_flight.len() == 1) else {
             return Err(Error::StalePlan { epoch });

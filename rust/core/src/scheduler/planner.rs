@@ -56,13 +56,12 @@ impl State {
             return None;
         }
         self.reap(slots);
-        if self.memory.config().admission == Admission::Reserve {
-            let owed = self.memory.owed(&self.demands(config, 1.0));
-            self.memory.promise(owed);
-        }
-        // The end of a store may make another one due, also when no request is left.
-        if self.keys.is_empty() && !self.memory.has_stores() {
-            return None;
+        if self.keys.is_empty() {
+            self.start_held_back(config);
+            // The end of a store may make another one due, also when no request is left.
+            if !self.memory.has_stores() {
+                return None;
+            }
         }
         self.restart_broken(slots, now_ns);
         self.preempt_for_test(slots);
@@ -71,6 +70,7 @@ impl State {
             // Whoever gave way must not come back before the others have got on.
             rows = self.choose(config, slots, now_ns, false);
         }
+        self.start_held_back(config);
         // A step of copies alone brings back what a request needs before it has room to run, or has
         // stores started: they make room, and nobody asks for them without a step.
         // And the end of a request is told with a step, as there is no other way to tell it.
@@ -80,6 +80,15 @@ impl State {
         }
         self.counters.deferred_rows += (self.running.len() - rows.len()) as u64;
         self.launch(&rows, config)
+    }
+
+    /// Has stores started that waited for what is not owed any more. After admissions: whoever is
+    /// admitted may need the pages.
+    pub(super) fn start_held_back(&mut self, config: &SchedulerConfig) {
+        if self.memory.holds_back() {
+            let owed = self.memory.owed(&self.demands(config, 1.0));
+            self.memory.promise(owed);
+        }
     }
 
     /// Rows of the next step in row order. `may_admit`: whether waiting requests may start.

@@ -5,7 +5,7 @@
 //! `WriteBack` alone stores from the leaves.
 
 use super::index::{Books, Holder};
-use super::node::NodeId;
+use super::node::{Node, NodeId};
 use super::{LoadJob, NodeState, StoreWant, WritePolicy};
 use crate::host::HostPage;
 use crate::pages::PageEntry;
@@ -210,13 +210,18 @@ impl Books {
             }
             let job = self.begin_job(JobKind::Wanted, vec![node], node);
             self.nodes[node].job = Some(job);
-            let pages = self.nodes[node].device.clone();
-            let priority = self.nodes[node].priority;
+            let Node {
+                ref device,
+                priority,
+                leaving,
+                ..
+            } = self.nodes[node];
             return Some(StoreWant {
                 job,
                 node,
-                pages,
+                pages: device.clone(),
                 priority,
+                leaving,
             });
         }
         None
@@ -271,7 +276,9 @@ impl Books {
         for &id in job.nodes.iter().rev() {
             self.nodes[id].job = None;
             self.counters.host_full_tokens += self.nodes[id].tokens.len() as u64;
-            if self.nodes[id].leaving && !self.nodes[id].locks.any() {
+            if self.nodes[id].locks.any() {
+                self.keep(id); // no store will follow that could end its leaving
+            } else if self.nodes[id].leaving {
                 leaving = Some(id);
             }
         }

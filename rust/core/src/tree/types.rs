@@ -152,6 +152,8 @@ pub struct StoreWant {
     pub pages: Vec<PageEntry>,
     /// Its eviction class.
     pub priority: PriorityClass,
+    /// Whether device eviction waits for its pages.
+    pub leaving: bool,
 }
 
 /// Declares the counters once, as fields and as rows for users.

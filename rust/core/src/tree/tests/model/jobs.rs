@@ -65,8 +65,12 @@ impl Model {
 
     pub(in super::super) fn drop_store(&mut self, id: u64) {
         let job = self.end_job(id);
-        let leaves = |p: &&Path| self.pages[*p].leaving && !self.locked(p);
-        if let Some(at) = job.pages.iter().find(leaves) {
+        for path in job.pages.iter().rev() {
+            if self.locked(path) {
+                self.keep(path);
+            }
+        }
+        if let Some(at) = job.pages.iter().find(|path| self.pages[*path].leaving) {
             let mut garbage = std::mem::take(&mut self.garbage);
             self.remove(at, &mut garbage);
             self.garbage = garbage;
