@@ -296,6 +296,13 @@ impl Machine {
             let Ok(RequestStatus::Finished(result)) = self.scheduler.poll(RequestId(*id)) else {
                 panic!("request {id} has no result");
             };
+            if let Some(error) = result
+                .message
+                .as_ref()
+                .filter(|e| e.starts_with("OutOfPages"))
+            {
+                assert!(error.contains(" 0 can be had"), "{error}");
+            }
             let mut tokens = prompt.clone();
             for _ in 0..result.tokens.len() {
                 tokens.push(next_token(*prefixes(&tokens).last().unwrap()));
@@ -462,13 +469,13 @@ proptest! {
     }
 }
 
-/// Eight pages, five of which are the cached prompt of a request that is gone.
-fn with_a_prefix(reserve: bool, policy: WritePolicy) -> Machine {
+/// So many pages, five of which are the cached prompt of a request that is gone.
+fn with_a_prefix(pages: u32, host_pages: u32, reserve: bool, policy: WritePolicy) -> Machine {
     let mut machine = Machine::new(Setup {
         layers: 2,
-        pages: Some(8),
+        pages: Some(pages),
         width: 1,
-        host_pages: 20,
+        host_pages,
         hybrid: false,
         slots: 2,
         park: false,
@@ -481,9 +488,9 @@ fn with_a_prefix(reserve: bool, policy: WritePolicy) -> Machine {
     machine
 }
 
-/// Four of the five pages are read by a store, whose end makes that of the fifth due.
+/// Eight pages. Four of the five are read by a store, whose end makes that of the fifth due.
 fn with_a_store(reserve: bool) -> Machine {
-    let machine = with_a_prefix(reserve, WritePolicy::WriteThrough);
+    let machine = with_a_prefix(8, 20, reserve, WritePolicy::WriteThrough);
     assert_eq!(machine.stores.len(), 1);
     machine
 }
@@ -537,10 +544,20 @@ fn a_page_that_a_copy_reads_is_waited_for() {
 /// Also if it was reserved: a store that has to come before a page can be had is not held back.
 #[test]
 fn a_page_that_leaves_for_the_host_is_reserved_all_the_same() {
-    let mut machine = with_a_prefix(true, WritePolicy::WriteBack);
+    let mut machine = with_a_prefix(8, 20, true, WritePolicy::WriteBack);
     assert!(machine.stores.is_empty());
     machine.submit(prompt(1, 0, 10, 0), 500, PriorityClass::High);
     machine.drain();
     let stats = machine.scheduler.stats();
     assert_eq!((stats.preemptions, stats.finished_length), (0, 2));
+}
+
+/// The last page of the prefix goes to the host, which has no room for the two before it: these are
+/// locked by that copy, and can be had behind it.
+#[test]
+fn a_page_that_cannot_leave_for_the_host_is_had_without() {
+    let mut machine = with_a_prefix(6, 1, false, WritePolicy::WriteBack);
+    machine.submit(prompt(1, 0, 300, 0), 10, PriorityClass::High);
+    machine.drain();
+    assert_eq!(machine.scheduler.stats().finished_length, 2);
 }
