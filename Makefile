@@ -24,7 +24,7 @@ build: ## rebuild the Rust extension in place
 	$(BIN)/maturin develop --uv --quiet --locked
 
 test: setup test-rust ## all tests: Rust, then Python
-	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
 
 test-rust: ## Rust unit and property tests
 	if cargo nextest --version >/dev/null 2>&1; then cargo nextest run --locked --workspace; \

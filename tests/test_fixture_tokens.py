@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from headrace import BatchedRequest, Engine, EngineConfig, SamplingParams
 from headrace.llm import LLM
@@ -22,8 +23,12 @@ OPTIONS = {"max_context": 256, "max_batch_size": 12, "max_batch_tokens": 512}
 
 @pytest.fixture(scope="module", params=["off", "on"])
 def llm(request, smollm2_dir):
-    with LLM(str(smollm2_dir), deterministic=request.param, **OPTIONS) as llm:
+    before = torch.get_num_threads()
+    # Elsewhere a test may have one thread, beside others on their own cores.
+    options = OPTIONS | {"num_threads": 2 if request.param == "off" else None}
+    with LLM(str(smollm2_dir), deterministic=request.param, **options) as llm:
         yield llm
+    torch.set_num_threads(before)
 
 
 def test_each_prompt_alone(llm):

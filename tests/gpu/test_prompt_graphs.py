@@ -224,15 +224,19 @@ def test_no_garbage_is_collected_while_a_graph_is_captured(tiny, monkeypatch):
 
 
 def test_engines_made_at_the_same_time(tiny):
-    """Each of a thread of its own: graphs are captured one after the other."""
-    models = [tiny("tiny_qwen3_d128"), tiny("tiny_hybrid_27")] * 2
-    lengths, options = (70, 5), OPTIONS | {"dtype": "bfloat16"}
+    """Each of a thread of its own: nothing that touches the whole GPU runs while one captures."""
+    tiers = ({}, {"kv_layout": "paged", "host_bytes": 32 << 20})
+    names = ("tiny_qwen3_d128", "tiny_hybrid_27")
+    cases = [
+        (tiny(name), OPTIONS | {"dtype": "bfloat16"} | tier) for name in names for tier in tiers
+    ]
 
-    def tokens(model):
+    def tokens(case):
+        model, options = case
         with make(model, **options) as engine:
-            return counted(engine, prompts_of(lengths))[0]
+            return counted(engine, prompts_of((70, 5)))[0]
 
-    alone = [tokens(model) for model in models]
-    with ThreadPoolExecutor(len(models)) as threads:
-        for _ in range(3):
-            assert list(threads.map(tokens, models)) == alone
+    with ThreadPoolExecutor(len(cases)) as threads:
+        together = [list(threads.map(tokens, cases)) for _ in range(3)]
+    alone = [tokens(case) for case in cases]
+    assert together == [alone] * 3
