@@ -103,6 +103,21 @@ def test_the_edges_of_a_hit(plain, model):
         settle(llm)
 
 
+@pytest.mark.parametrize("layout", ["slots", "paged"])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_the_last_state_of_a_prompt_is_saved_however_slow_copies_are(plain, slots, layout):
+    """Those before it may find no buffer: the steps of a prompt do not wait for copies."""
+    one = plain("tiny_hybrid")
+    rate = 8 * (one.state_bytes + one.page_bytes)
+    options = {"kv_layout": layout, "max_batch_size": slots, "link_bytes_per_s": rate}
+    with one.tiered(host_pages=40, **options) as llm:
+        run(llm, one, [LONG], SHORT)
+        assert llm.stats()["memory"]["snapshots_skipped"] > 0, "the link is too fast"
+        settle(llm)
+        [hit] = run(llm, one, [LONG], SHORT)
+        assert hit.cached_tokens.device + hit.cached_tokens.host == 5 * PAGE
+
+
 def test_a_high_request_loads_what_fits_beside_a_low_one(plain):
     """Partial load-back: the host prefix is longer than the free part of the device pool."""
     one = plain()

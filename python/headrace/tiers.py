@@ -43,8 +43,13 @@ class HostSizes:
 
 
 def staging_states(slots: int, host: HostSizes | None) -> int:
-    """States on the device beside those of the slots, which wait for their copy to the host."""
-    return min(slots, _MAX_STAGING) if host is not None and host.snapshots else 0
+    """States on the device beside those of the slots, which wait for their copy to the host.
+
+    Two at least: one is for the last states of prompts alone.
+    """
+    if host is None or not host.snapshots:
+        return 0
+    return min(max(slots, 2), _MAX_STAGING)
 
 
 def host_sizes(

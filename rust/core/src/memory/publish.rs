@@ -18,16 +18,27 @@ impl Memory {
             return None;
         }
         let interval = self.config.snapshot_interval as usize;
-        let last = (prompt - 1) / self.page * self.page;
+        let last = self.last_cut(prompt);
         let next = (from / interval + 1) * interval;
         let cut = if next < last { next } else { last };
         (cut > from && cut <= to).then_some(cut)
     }
 
-    /// The state slot of a buffer for the state of a request at the end of this step's chunk; `None` if there is no
-    /// use for one, or none is free.
-    pub(crate) fn stage_snapshot(&mut self) -> Option<u32> {
-        let staging = self.staging.alloc(1).and_then(|one| one.first().copied());
+    /// Where the last state of a prompt is saved: at least its last token is computed.
+    fn last_cut(&self, prompt: usize) -> usize {
+        (prompt - 1) / self.page * self.page
+    }
+
+    /// The state slot of a buffer for the state of a request at `cut`, the end of this step's chunk;
+    /// `None` if none is free. One buffer is kept for the last states of prompts, without which all
+    /// that comes after an earlier one is computed again.
+    pub(crate) fn stage_snapshot(&mut self, prompt: usize, cut: usize) -> Option<u32> {
+        let kept = usize::from(cut < self.last_cut(prompt) && self.staging.total() > 1);
+        let staging = if self.staging.free_count() > kept {
+            self.staging.alloc(1).and_then(|one| one.first().copied())
+        } else {
+            None
+        };
         if staging.is_none() {
             self.counters.snapshots_skipped += 1;
         }

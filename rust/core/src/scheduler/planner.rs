@@ -294,7 +294,7 @@ impl State {
             return None;
         }
         let staging = if snapshot == Some(to) {
-            self.memory.stage_snapshot()
+            self.memory.stage_snapshot(prompt, to)
         } else {
             None
         };
