@@ -24,7 +24,8 @@ build: ## rebuild the Rust extension in place
 	$(BIN)/maturin develop --uv --quiet --locked
 
 test: setup test-rust ## all tests: Rust, then Python
-	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
+	OMP_NUM_THREADS=1 HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -q --ignore tests/gpu -n auto --maxprocesses 4 --dist worksteal
+	$(BIN)/python -m pytest -q tests/gpu  # alone: some take most of a GPU, or its time
 
 test-rust: ## Rust unit and property tests
 	if cargo nextest --version >/dev/null 2>&1; then cargo nextest run --locked --workspace; \

@@ -24,7 +24,7 @@ OPTIONS = {"max_context": 256, "max_batch_size": 12, "max_batch_tokens": 512}
 @pytest.fixture(scope="module", params=["off", "on"])
 def llm(request, smollm2_dir):
     before = torch.get_num_threads()
-    # Elsewhere a test may have one thread, beside others on their own cores.
+    # As users have it: `make test` gives a process one thread.
     options = OPTIONS | {"num_threads": 2 if request.param == "off" else None}
     with LLM(str(smollm2_dir), deterministic=request.param, **options) as llm:
         yield llm

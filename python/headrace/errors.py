@@ -100,7 +100,7 @@ class StepTimeout(HeadraceError, TimeoutError):
     """A step on a GPU did not end within `step_timeout_s`.
 
     It may run still, so its engine runs no more, and no engine is made on that GPU in this process.
-    Also: an engine waited for minutes to be made, as another one of this process is stuck in that.
+    Also raised if an engine cannot be made because another of this process is stuck in the making.
     """
 
 

@@ -13,12 +13,12 @@ import torch
 
 from headrace.errors import StepTimeout
 
-_capturing = threading.Lock()
-# Others take a second; one that takes so long waits for a step that is stuck.
-_PATIENCE_S = 300.0
-
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
+
+_capturing = threading.Lock()
+# A capture takes about a second: one that takes so long waits for a step that is stuck.
+_PATIENCE_S = 300.0
 
 
 @contextlib.contextmanager

@@ -98,7 +98,7 @@ pub(crate) struct Memory {
     step: StepCopies,
     stores: Vec<StoreCopy>,
     /// Pages that running requests may still take (`Reserve`), out of those that are free or can be
-    /// evicted: at most too many. No store is started that would keep one of them from being
+    /// evicted, or more than that. No store is started that would keep one of them from being
     /// evicted, unless eviction asks for the store.
     promised: usize,
     /// Whether a store waits for that.

@@ -5,7 +5,7 @@
 //! `WriteBack` alone stores from the leaves.
 
 use super::index::{Books, Holder};
-use super::node::{Node, NodeId};
+use super::node::NodeId;
 use super::{LoadJob, NodeState, StoreWant, WritePolicy};
 use crate::host::HostPage;
 use crate::pages::PageEntry;
@@ -210,18 +210,13 @@ impl Books {
             }
             let job = self.begin_job(JobKind::Wanted, vec![node], node);
             self.nodes[node].job = Some(job);
-            let Node {
-                ref device,
-                priority,
-                leaving,
-                ..
-            } = self.nodes[node];
+            let wanted = &self.nodes[node];
             return Some(StoreWant {
                 job,
                 node,
-                pages: device.clone(),
-                priority,
-                leaving,
+                pages: wanted.device.clone(),
+                priority: wanted.priority,
+                leaving: wanted.leaving,
             });
         }
         None

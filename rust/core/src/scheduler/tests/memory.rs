@@ -504,14 +504,14 @@ fn what_is_reserved_is_not_stored_meanwhile() {
             ..How::default()
         };
         let mut machine = with_a_store(true);
-        for max_tokens in [40, 182] {
-            machine.submit(prompt(1, 0, 10, 0), max_tokens, PriorityClass::High);
-        }
+        machine.submit(prompt(1, 0, 10, 0), 246, PriorityClass::High);
         machine.step(|| false, How::default());
         machine.end_store(0, true);
+        machine.submit(prompt(1, 0, 10, 0), 182, PriorityClass::High);
+        machine.step(|| false, How::default());
         machine.step(|| false, how);
         if aborted {
-            machine.abort(0);
+            machine.abort(1);
             while machine.stores.is_empty() {
                 assert!(machine.step(|| false, how));
             }
